@@ -1,0 +1,47 @@
+# Two commands do everything on a fresh machine with Python 3.11 and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+EXTRAS ?= dev
+OUT    ?= out
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help demo test lab export bench clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## */\1\t/' | while IFS="$$(printf '\t')" read t d; do printf '  make %-8s %s\n' "$$t" "$$d"; done
+
+# Installed once; again only when the requirements change.
+$(READY): settings.ini setup.py pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3,11) and "MultiGrain needs Python 3.11 or newer, and %s is %d.%d: run make PYTHON=/path/to/python3.11" % (sys.executable, v[0], v[1]))'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing multigrain into $(VENV) (torch is large: a few minutes, about 6 GB, once)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(READY)  ## the toy study of the paper's supplement; a figure in out/
+	@mkdir -p $(OUT)
+	papermill nbs/05_toy_svm.ipynb $(OUT)/toy_svm.ipynb -p figure $(abspath $(OUT))/toy_svm.png
+	@echo "Figure:   $(OUT)/toy_svm.png"
+	@echo "Notebook: $(OUT)/toy_svm.ipynb"
+
+test: $(READY)  ## package in sync, notebooks clean and running, pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
+
+lab: $(READY)  ## JupyterLab on the notebooks, on localhost with its token
+	jupyter lab --ip=127.0.0.1 --notebook-dir=. nbs/index.ipynb
+
+export: $(READY)  ## notebooks -> package and README, then clean the notebooks
+	nbdev_export
+	nbdev_clean
+	$(BIN)/python -m nbconvert --to markdown nbs/index.ipynb --output-dir . --output README --log-level WARN
+
+bench: $(READY)  ## speed against the textbook and peers, side by side in one run
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS),bench]'
+	@mkdir -p $(OUT)
+	papermill nbs/bench/components.ipynb $(OUT)/bench_components.ipynb --cwd nbs/bench
+
+clean:  ## remove what jobs and builds wrote; datasets, runs and .venv stay
+	rm -rf $(OUT) build dist *.egg-info .pytest_cache .hypothesis _proc _docs
