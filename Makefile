@@ -5,9 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 EXTRAS ?= dev
 OUT    ?= out
+TO     ?= .
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lab export bench clean
+.PHONY: help demo test lab export readme bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -36,7 +37,11 @@ lab: $(READY)  ## JupyterLab on the notebooks, on localhost with its token
 export: $(READY)  ## notebooks -> package and README, then clean the notebooks
 	nbdev_export
 	nbdev_clean
-	$(BIN)/python -m nbconvert --to markdown nbs/index.ipynb --output-dir . --output README --log-level WARN
+	@$(MAKE) --no-print-directory readme
+
+readme: $(READY)  ## README.md from nbs/index.ipynb
+	$(BIN)/python -m nbconvert --to markdown nbs/index.ipynb --output-dir $(TO) --output README --NbConvertApp.output_files_dir=nbs/readme \
+	  --TagRemovePreprocessor.enabled=True --TagRemovePreprocessor.remove_input_tags=remove_input --log-level WARN
 
 bench: $(READY)  ## speed against the textbook and peers, side by side in one run
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS),bench]'

@@ -1,0 +1,13 @@
+"Every notebook runs, cell by cell, with its tests (nbdev_test)."
+import subprocess, sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = [p.relative_to(ROOT) for p in sorted((ROOT/'nbs').rglob('*.ipynb')) if not {'.ipynb_checkpoints', 'bench'} & {*p.parts}]
+
+@pytest.mark.parametrize('nb', NOTEBOOKS, ids=lambda p: p.stem)
+def test_notebook(nb):
+    done = subprocess.run([Path(sys.executable).parent/'nbdev_test', '--path', nb, '--n_workers', '0', '--do_print'], cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
