@@ -8,7 +8,7 @@ __all__ = ['Header', 'EXTENSIONS', 'MIN_SIDE', 'MAX_PIXELS', 'Listing', 'BadImag
            'read_meta', 'imagenet', 'imagenette', 'cifar10', 'caltech101', 'read_rotations', 'holidays', 'ukbench',
            'copydays', 'distractors', 'image_list', 'in_aug', 'extract', 'download']
 
-# %% ../nbs/07_data.ipynb #e9d3ce20
+# %% ../nbs/07_data.ipynb #92798500
 import csv, hashlib, http.client, json, os, re, secrets, shutil, struct, sys, tarfile, urllib.request, warnings, zipfile, zlib
 from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +18,9 @@ from pathlib import Path
 import numpy as np, torch
 from torch import Tensor
 from PIL import Image
-from torchvision.io import ImageReadMode, decode_jpeg
 from tqdm import tqdm
+try: import simplejpeg  # optional: the same pixels as Pillow's, sooner
+except ImportError: simplejpeg = None
 
 # %% ../nbs/07_data.ipynb #171558d6
 class BadImage(ValueError):
@@ -147,22 +148,21 @@ def _rgb(im:Image.Image # opened with Pillow
         im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im)
     return np.array(im.convert('RGB'))
 
-# %% ../nbs/07_data.ipynb #455aa21c
-def _decode_jpeg(file # open file
-                )->Tensor: # uint8, (3, h, w), as stored
-    "Decode a grey or colour JPEG with libjpeg-turbo."
-    file.seek(0)
-    return decode_jpeg(torch.frombuffer(bytearray(file.read()), dtype=torch.uint8), mode=ImageReadMode.RGB)
-
-def _decode(file, header:Header, path)->Tensor:
-    "Decode an open file, as stored; whatever a decoder raises becomes one sentence."
+# %% ../nbs/07_data.ipynb #d480b863
+def _decode(file,          # open file
+            header:Header, # of it
+            path           # to name it
+           )->Tensor:      # uint8, (3, h, w), as stored
+    "Decode an open file; whatever a decoder raises becomes one sentence."
     try:
-        if header.kind == 'jpeg' and header.channels in (1, 3): return _decode_jpeg(file)
+        if simplejpeg and header.kind == 'jpeg' and header.channels in (1, 3):
+            file.seek(0)
+            try: return torch.from_numpy(simplejpeg.decode_jpeg(file.read(), 'RGB')).permute(2, 0, 1)
+            except ValueError: pass  # Pillow is the judge
         return torch.from_numpy(_rgb(_pillow(file, path))).permute(2, 0, 1)
     except BadImage: raise
     except Exception as e:  # decoders of broken files raise all kinds of errors
-        reason = str(e).split('\n')[0].split('.cpp:')[-1].split(', ')[-1] or type(e).__name__
-        raise BadImage(path, f'is cut short or damaged ({reason}): copy it again or remove it') from e
+        raise BadImage(path, f'is cut short or damaged ({" ".join(str(e).split()) or type(e).__name__}): copy it again or remove it') from e
 
 # %% ../nbs/07_data.ipynb #d5531a55
 MIN_SIDE, MAX_PIXELS = 2, 178_956_970  # the second is where Pillow refuses, too
@@ -201,7 +201,7 @@ def _rows(n:int,   # number of images
         if len(rows[k]) != n: raise ValueError(f'{k} has {len(v)} rows, but paths has {n}: give one for each image')
     return rows
 
-# %% ../nbs/07_data.ipynb #17446483
+# %% ../nbs/07_data.ipynb #eff0da65
 @dataclass(frozen=True, eq=False, repr=False)
 class ImageSet:
     "Images and what is known about them; made by the readers of this module."
@@ -224,7 +224,8 @@ class ImageSet:
     def __post_init__(self):
         self.__dict__.update(paths=list(map(os.fspath, self.paths)), **_rows(len(self.paths), self))  # frozen from here on
         low, high = self.labels.min(initial=-1), self.labels.max(initial=-1)
-        if low < -1 or high >= len(self.classes): raise ValueError(f'labels must lie within -1 (none) and {len(self.classes) - 1}, as classes has {len(self.classes)} names, but one is {low if low < -1 else high}')
+        if low < -1 or high >= len(self.classes):
+            raise ValueError(f'labels must lie within -1 (none) and {len(self.classes) - 1}, as classes has {len(self.classes)} names, but one is {low if low < -1 else high}')
     def __len__(self): return len(self.paths)
 
 # %% ../nbs/07_data.ipynb #baab8fae
@@ -282,7 +283,7 @@ def _without(self:ImageSet, bad:dict # path -> why
     return self.take(~gone, bad=self.bad | bad)
 ImageSet.without = _without
 
-# %% ../nbs/07_data.ipynb #3ad32fc5
+# %% ../nbs/07_data.ipynb #5352b06f
 def _fingerprint(self:ImageSet)->str:
     "A hash over all rows; the same on every machine that has the same set."
     h = hashlib.sha256(json.dumps(self.classes).encode())
@@ -295,18 +296,21 @@ ImageSet.fingerprint = property(_fingerprint)
 def _record(self:ImageSet)->dict:
     "What a run should write down about its data, with the first few names that are missing; goes into JSON."
     return dict(name=self.name, images=len(self), classes=len(self.classes), groups=len(np.unique(self.groups)), queries=len(self.queries),
-                database=len(self.database), turned=int((self.turns > 0).sum()), missing=self.missing[:5], bad=dict(self.bad), note=self.note, fingerprint=self.fingerprint)
+                database=len(self.database), turned=int((self.turns > 0).sum()), missing=self.missing[:5],
+                bad=dict(self.bad), note=self.note, fingerprint=self.fingerprint)
 ImageSet.record = _record
 
-# %% ../nbs/07_data.ipynb #58ca5653
+# %% ../nbs/07_data.ipynb #b5c4b844
 def join(a:ImageSet,  # keeps its groups
          b:ImageSet,  # its groups are numbered on from those of a
          name:str=''  # of the whole; both names where none is given
         )->ImageSet:
     "Two sets as one."
-    if a.classes and b.classes and a.classes != b.classes: raise ValueError(f'b={b.name} has other classes than a={a.name}: read b with classes=a.classes')
+    if a.classes and b.classes and a.classes != b.classes:
+        raise ValueError(f'b={b.name} has other classes than a={a.name}: read b with classes=a.classes')
     if (a.pixels is None) != (b.pixels is None): raise ValueError(f'a={a.name} and b={b.name} must both be files or both be pixels')
-    if twice := set(a.paths) & set(b.paths) if a.pixels is None else (): raise ValueError(f'b={b.name} lists {min(twice)} again, which a={a.name} has: leave it out of one of them')
+    if twice := set(a.paths) & set(b.paths) if a.pixels is None else ():
+        raise ValueError(f'b={b.name} lists {min(twice)} again, which a={a.name} has: leave it out of one of them')
     rows = {k: np.concatenate([getattr(a, k), getattr(b, k)]) for k in _ROWS}
     if len(a) and len(b): rows['groups'][len(a):] += a.groups.max() + 1 - b.groups.min()
     return ImageSet(name or f'{a.name} + {b.name}', a.paths + b.paths, **rows, classes=a.classes or b.classes, missing=a.missing + b.missing, bad=a.bad | b.bad,
@@ -366,7 +370,7 @@ def _whole(path # file to write
         os.replace(part, path)
     finally: part.unlink(missing_ok=True)
 
-# %% ../nbs/07_data.ipynb #81d73fb4
+# %% ../nbs/07_data.ipynb #ac156630
 def _cache_file(root, name:str, cache)->Path|None:
     "Where the index of a set is kept; None: nowhere."
     if cache is False: return None
@@ -379,7 +383,8 @@ def _write_cache(file:Path, names:list, rows:np.ndarray):
     try:
         with _whole(file) as f: np.savez_compressed(f, names=np.frombuffer(os.fsencode('\0'.join(names)), np.uint8), rows=rows)
     except OSError as e:
-        warnings.warn(f'the index could not be kept in {file.parent} ({e.strerror}) and will be built again next time: set MULTIGRAIN_CACHE to a folder that can be written')
+        warnings.warn(f'the index could not be kept in {file.parent} ({e.strerror}) and will be built again next time: '
+                      'set MULTIGRAIN_CACHE to a folder that can be written')
 
 # %% ../nbs/07_data.ipynb #6ac917f7
 def _read_cache(file:Path)->tuple:
@@ -487,7 +492,7 @@ def _handle_bad(images:ImageSet, why:dict, bad:str)->ImageSet:
     left = images.without(why)
     return _say(left, f'{_n(len(images) - len(left), "image")} left out with {len(why)} that cannot be used, the first: {path} {reason}')
 
-# %% ../nbs/07_data.ipynb #9a19b28c
+# %% ../nbs/07_data.ipynb #b70c9925
 def index_set(name:str,            # of the set, with its split
               root,                # folder
               names:list,          # files, relative to it
@@ -506,45 +511,53 @@ def index_set(name:str,            # of the set, with its split
     rows, why = index_files(root, names, name, cache, hashes, limits, workers)
     images = ImageSet(name, [os.path.join(root, o) for o in names], sizes=_sizes(rows, fields.get('turns')), nbytes=rows['bytes'],
                       hashes=rows['hash'].astype('U') if hashes else None, limits=limits, **fields)
-    if len(moving := np.flatnonzero(rows['animated'])): images = _say(images, f'only the first frame of {_n(len(moving), "animated image")} is used, the first is {images.paths[moving[0]]}')
+    if len(moving := np.flatnonzero(rows['animated'])):
+        images = _say(images, f'only the first frame of {_n(len(moving), "animated image")} is used, the first is {images.paths[moving[0]]}')
     if why: images = _handle_bad(images, {images.paths[i]: reason for i, reason in why.items()}, bad)
     if apart_from is not None and (twice := duplicates(apart_from, images)):
         images = _say(images, f'{_n(len(twice), "file")} also in {apart_from.name}, the first is {twice[0][1]}, the same as {twice[0][0]}')
     return images
 
-# %% ../nbs/07_data.ipynb #a311ed1a
+# %% ../nbs/07_data.ipynb #d8738f6d
 def _complete(what:str, root, found:int, expected:int, missing:list, incomplete:bool, unit:str='images')->str:
     "A note on what is missing, or an error; nothing where nothing is."
     if found == expected: return ''
     first = f', the first missing is {missing[0]}' if missing else ''
-    if not incomplete: raise ValueError(f'root={str(root)!r} holds {found} of {expected} {unit} of {what}{first}: add the others, or use what is there with incomplete=True')
+    if not incomplete:
+        raise ValueError(f'root={str(root)!r} holds {found} of {expected} {unit} of {what}{first}: add the others, or use what is there with incomplete=True')
     return f'{found} of {expected} {unit}'
 
 def _notes(listing:Listing, root, incomplete:bool)->str:
     "A note on what a folder holds besides images, or an error if part of it cannot be read."
     if listing.unreadable and not incomplete:
-        raise ValueError(f'root={str(root)!r} has {_n(len(listing.unreadable), "folder")} that cannot be read, the first is {listing.unreadable[0]}: mend it, or go on without with incomplete=True')
+        raise ValueError(f'root={str(root)!r} has {_n(len(listing.unreadable), "folder")} that cannot be read, '
+                         f'the first is {listing.unreadable[0]}: mend it, or go on without it with incomplete=True')
     unread = f'{_n(len(listing.unreadable), "folder")} could not be read' if listing.unreadable else ''
     return _and(unread, *[f'{_n(n, ending + " file")} left out' for ending, n in sorted(listing.other.items())])
 
-# %% ../nbs/07_data.ipynb #f129fba8
+# %% ../nbs/07_data.ipynb #58192ea0
 def _class_labels(listing:Listing, root, classes:list|None, incomplete:bool)->tuple:
     "Labels from the first folder of each name, the names of the classes, and a note."
     tops = [o.split('/')[0] if '/' in o else None for o in listing.names]
     found = sorted(o for o in listing.folders if '/' not in o)
     if empty := sorted(set(found) - set(tops)):
-        if not incomplete: raise ValueError(f'root={str(root)!r} has {_n(len(empty), "class", "classes")} without images, the first is {empty[0]}: fill or remove its folder, or keep it empty with incomplete=True')
+        if not incomplete:
+            raise ValueError(f'root={str(root)!r} has {_n(len(empty), "class", "classes")} without images, the first is {empty[0]}: '
+                             'fill or remove its folder, or keep it empty with incomplete=True')
     known = list(found if classes is None else classes)
-    if odd := sorted(set(found) - set(known)): raise ValueError(f'root={str(root)!r} has a folder {odd[0]} that is not one of the {len(known)} names in classes: remove it or correct classes')
+    if odd := sorted(set(found) - set(known)):
+        raise ValueError(f'root={str(root)!r} has a folder {odd[0]} that is not one of the {len(known)} names in classes: remove it or correct classes')
     number = {o: i for i, o in enumerate(known)} | {None: -1}
     loose = tops.count(None) if known else 0
-    return [number[o] for o in tops], known, _and(_n(len(empty), 'empty class', 'empty classes') if empty else '', f'{_n(loose, "image")} outside of any class' if loose else '')
+    return [number[o] for o in tops], known, _and(_n(len(empty), 'empty class', 'empty classes') if empty else '',
+                                                 f'{_n(loose, "image")} outside of any class' if loose else '')
 
-# %% ../nbs/07_data.ipynb #a24f50e9
+# %% ../nbs/07_data.ipynb #b26ab29f
 def _class_set(name:str, root, listing:Listing, classes, incomplete:bool, note:str='', **index)->ImageSet:
     "A set with one folder for each class."
+    seen = _notes(listing, root, incomplete)  # a folder that cannot be read comes first: it looks like an empty class
     labels, classes, own = _class_labels(listing, root, classes, incomplete)
-    return index_set(name, root, listing.names, labels=labels, classes=classes, note=_and(_notes(listing, root, incomplete), note, own), **index)
+    return index_set(name, root, listing.names, labels=labels, classes=classes, note=_and(seen, note, own), **index)
 
 def image_folder(root,                 # folder, with or without a folder for each class
                  classes:list=None,    # names of the classes, in order; None: the folders, sorted
@@ -605,7 +618,7 @@ def _text(path, argument:str)->str:
     try: return Path(path).read_text(encoding='utf-8-sig')
     except (OSError, UnicodeDecodeError) as e: raise ValueError(f'{argument}={str(path)!r} cannot be read as text ({e})') from e
 
-# %% ../nbs/07_data.ipynb #198c2b54
+# %% ../nbs/07_data.ipynb #5293a306
 def _find(root, candidates:list, what:str)->Path:
     "The first of some files or folders that is there."
     for o in candidates:
@@ -618,11 +631,13 @@ def _flat_labels(names:list, root, devkit, classes:list|None)->tuple:
     truth, meta = (_find(root, [Path(d)/sub/o for d in places for sub in ('data', '.')], f'devkit with {o} for its flat validation folder')
                    for o in ('ILSVRC2012_validation_ground_truth.txt', 'meta.mat'))
     wnids, lines = read_meta(meta), _text(truth, 'devkit').split()
-    if odd := [o for o in lines if not o.isdigit() or int(o) not in wnids]: raise ValueError(f'devkit: {truth} holds {odd[0]!r}, which is not a class of {meta}: the two files do not belong together')
+    if odd := [o for o in lines if not o.isdigit() or int(o) not in wnids]:
+        raise ValueError(f'devkit: {truth} holds {odd[0]!r}, which is not a class of {meta}: the two files do not belong together')
     known = sorted(wnids.values()) if classes is None else list(classes)
     if odd := sorted(set(wnids.values()) - set(known)): raise ValueError(f'classes does not have {odd[0]}, a class of {meta}: correct classes')
     numbers = [int(o[-8:]) if (o := os.path.splitext(name)[0])[-8:].isdigit() else 0 for name in names]
-    if odd := [name for n, name in zip(numbers, names) if not 0 < n <= len(lines)]: raise ValueError(f'devkit: {truth} has {len(lines)} lines, none for {odd[0]}: labels and images do not match')
+    if odd := [name for n, name in zip(numbers, names) if not 0 < n <= len(lines)]:
+        raise ValueError(f'devkit: {truth} has {len(lines)} lines, none for {odd[0]}: labels and images do not match')
     place = {wnid: i for i, wnid in enumerate(known)}
     return [place[wnids[int(lines[n - 1])]] for n in numbers], known
 
@@ -646,7 +661,7 @@ def imagenet(root,                 # folder that holds the split
         return index_set('ImageNet val', folder, listing.names, labels=labels, classes=classes, note=_and(_notes(listing, folder, incomplete), note), **index)
     return _class_set(f'ImageNet {split}', folder, listing, classes, incomplete, note, **index)
 
-# %% ../nbs/07_data.ipynb #cc267679
+# %% ../nbs/07_data.ipynb #9e0af5e4
 def _through_torchvision(kind:str,      # class in torchvision.datasets
                          root,          # folder
                          download:bool, # may it use the network?
@@ -658,10 +673,11 @@ def _through_torchvision(kind:str,      # class in torchvision.datasets
     try: return getattr(datasets, kind)(str(root), download=download, **how)
     except (RuntimeError, OSError, ValueError) as e:
         reason = str(e).split('\n')[0]
-        if download: raise ConnectionError(f'{kind} could not be downloaded to root={str(root)!r} ({reason}): without a network, put {put} there') from e
+        if download:
+            raise ConnectionError(f'{kind} could not be downloaded to root={str(root)!r} ({reason}): without a network, put {put} there') from e
         raise ValueError(f'root={str(root)!r} does not hold {kind} ({reason}): put {put} there, or use download=True') from e
 
-# %% ../nbs/07_data.ipynb #37195aa9
+# %% ../nbs/07_data.ipynb #06cf6d93
 _IMAGENETTE = {'train': 9469, 'val': 3925}
 
 def imagenette(root,                  # folder that holds imagenette2, imagenette2-320 or imagenette2-160
@@ -675,7 +691,8 @@ def imagenette(root,                  # folder that holds imagenette2, imagenett
     folders = {'full': 'imagenette2', '320px': 'imagenette2-320', '160px': 'imagenette2-160'}
     if split not in _IMAGENETTE: raise ValueError(f"split={split!r} must be 'train' or 'val'")
     if size not in folders: raise ValueError(f"size={size!r} must be one of {', '.join(folders)}")
-    if not (folder := Path(root)/folders[size]/split).is_dir(): _through_torchvision('Imagenette', root, download, f'the folder {folders[size]}', split=split, size=size)
+    if not (folder := Path(root)/folders[size]/split).is_dir():
+        _through_torchvision('Imagenette', root, download, f'the folder {folders[size]}', split=split, size=size)
     listing = list_images(folder)
     note = _complete(f'Imagenette {split}', folder, len(listing.names), _IMAGENETTE[split], [], incomplete)
     return _class_set(f'Imagenette {size} {split}', folder, listing, None, incomplete, note, **index)
@@ -692,7 +709,7 @@ def cifar10(root,               # folder that holds cifar-10-batches-py
     return ImageSet(f'CIFAR-10 {split}', [f'cifar10/{split}/{i:05}' for i in range(n)], labels=data.targets, classes=list(data.classes),
                     pixels=data.data, sizes=np.tile(size, (n, 1)), nbytes=np.full(n, data.data[0].nbytes))
 
-# %% ../nbs/07_data.ipynb #069070a2
+# %% ../nbs/07_data.ipynb #a334e80f
 def caltech101(root,                  # folder that holds caltech101/101_ObjectCategories
                download:bool=False,   # fetch it, if it is not there?
                incomplete:bool=False, # go on with a part of the images?
@@ -702,11 +719,12 @@ def caltech101(root,                  # folder that holds caltech101/101_ObjectC
     if not (folder := Path(root)/'caltech101'/'101_ObjectCategories').is_dir():
         _through_torchvision('Caltech101', root, download, 'the folder caltech101/101_ObjectCategories, from caltech-101.zip,')
     found = list_images(folder)
-    listing = found._replace(names=[o for o in found.names if not o.startswith('BACKGROUND_Google/')], folders=[o for o in found.folders if o != 'BACKGROUND_Google'])
+    listing = found._replace(names=[o for o in found.names if not o.startswith('BACKGROUND_Google/')],
+                             folders=[o for o in found.folders if o != 'BACKGROUND_Google'])
     note = _complete('Caltech-101', root, len(listing.names), 8677, [], incomplete)
     return _class_set('Caltech-101', folder, listing, None, incomplete, note, **index)
 
-# %% ../nbs/07_data.ipynb #85614c9e
+# %% ../nbs/07_data.ipynb #3ed7e0c8
 def read_rotations(path # YAML or JSON: file name -> degrees clockwise
                   )->dict: # the same, checked
     "A list of rotations that turn images upright."
@@ -714,32 +732,36 @@ def read_rotations(path # YAML or JSON: file name -> degrees clockwise
     if Path(path).suffix.lower() == '.json': load, errors = json.loads, ValueError
     else:
         try: import yaml
-        except ImportError as e: raise ValueError(f'rotations={str(path)!r} needs the package PyYAML: pip install pyyaml, or write the list as JSON') from e
+        except ImportError as e:
+            raise ValueError(f'rotations={str(path)!r} needs the package PyYAML: pip install pyyaml, or write the list as JSON') from e
         load, errors = yaml.safe_load, yaml.YAMLError
     try: turns = load(text)
     except errors as e: raise ValueError(f'rotations={str(path)!r} cannot be read ({" ".join(str(e).split())})') from e
     if not isinstance(turns, dict): raise ValueError(f'rotations={str(path)!r} must map names to degrees, but holds a {type(turns).__name__}')
     for name, turn in turns.items():
-        if isinstance(turn, bool) or turn not in (0, 90, 180, 270): raise ValueError(f'rotations={str(path)!r} turns {name} by {turn!r}: only 0, 90, 180 and 270 degrees clockwise are known')
+        if isinstance(turn, bool) or turn not in (0, 90, 180, 270):
+            raise ValueError(f'rotations={str(path)!r} turns {name} by {turn!r}: only 0, 90, 180 and 270 degrees clockwise are known')
     return {str(name): turn for name, turn in turns.items()}
 
-# %% ../nbs/07_data.ipynb #4e1623b9
+# %% ../nbs/07_data.ipynb #0ed41e53
 def _numbered(root, subfolders:list, pattern:str, what:str, incomplete:bool)->tuple:
     "Folder, names and numbers of files that are named by a number, in its order; and a note."
     folder = next((p for o in subfolders if (p := Path(root)/o).is_dir()), Path(root))
     listing = list_images(folder)
     found = sorted((int(m[1]), name) for name in listing.names if (m := re.fullmatch(pattern, os.path.basename(name), re.IGNORECASE)))
-    if twice := [o for (i, _), (j, o) in zip(found, found[1:]) if i == j]: raise ValueError(f'root={str(root)!r} has two images with the number of {twice[0]}: keep one of them')
+    if twice := [o for (i, _), (j, o) in zip(found, found[1:]) if i == j]:
+        raise ValueError(f'root={str(root)!r} has two images with the number of {twice[0]}: keep one of them')
     other = len(listing.names) - len(found)
     note = _and(_notes(listing, folder, incomplete), f'{_n(other, "image")} not named like {what} left out' if other else '')
     return folder, [name for _, name in found], np.array([i for i, _ in found], int), note
 
-# %% ../nbs/07_data.ipynb #499ba9a7
+# %% ../nbs/07_data.ipynb #c8c666b4
 def _listed_turns(rotations, names:list, incomplete:bool)->tuple:
     "Clockwise degrees for each name, or None where no list is used; and a note that says so."
     if rotations is None: return None, 'no rotation list used'
     listed, own = read_rotations(rotations), [os.path.basename(o) for o in names]
-    if (unknown := [o for o in listed if o not in set(own)]) and not incomplete: raise ValueError(f'rotations={str(rotations)!r} lists {unknown[0]}, which is not an image of the set: the list does not match')
+    if (unknown := [o for o in listed if o not in set(own)]) and not incomplete:
+        raise ValueError(f'rotations={str(rotations)!r} lists {unknown[0]}, which is not an image of the set: the list does not match')
     turns = np.array([listed.get(o, 0) for o in own], int)
     return turns, f'rotation list used, {_n(int((turns > 0).sum()), "image")} turned'
 
@@ -786,48 +808,53 @@ def _copydays_part(root, part:str, incomplete:bool)->tuple:
     note = _complete(f'Copydays {part}', root, len(names), expected, [], incomplete, f'{part} images')
     return names, np.concatenate([np.zeros(0, int)] + [o[2] for o in read]), _and(*[o[3] for o in read], note)
 
-# %% ../nbs/07_data.ipynb #5c4ab594
+# %% ../nbs/07_data.ipynb #0726a533
 def copydays(root,                  # folder that holds original, strong, crops, jpegqual
              copies:str='strong',   # which copies search: 'strong', 'crops', 'jpeg', or one strength, as 'crops/50', 'jpeg/3'
              incomplete:bool=False, # go on with a part of the images?
              **index                # options of `index_set`
             )->ImageSet:
     "INRIA Copydays: originals, and the copies that should find them."
-    if not isinstance(copies, str) or copies.partition('/')[0] not in ('strong', 'crops', 'jpeg'): raise ValueError(f"copies={copies!r} must be 'strong', 'crops', 'jpeg', or one strength as 'crops/50' or 'jpeg/3'")
+    if not isinstance(copies, str) or copies.partition('/')[0] not in ('strong', 'crops', 'jpeg'):
+        raise ValueError(f"copies={copies!r} must be 'strong', 'crops', 'jpeg', or one strength as 'crops/50' or 'jpeg/3'")
     (a, originals, note_a), (b, copied, note_b) = (_copydays_part(root, o, incomplete) for o in ('original', copies))
     groups, lost = np.concatenate([originals, copied])//100, sorted(set((copied//100).tolist()) - set((originals//100).tolist()))
-    note_c = _complete('Copydays', root, len(copied) - int(np.isin(copied//100, lost).sum()), len(copied), [f'{g}00.jpg' for g in lost], incomplete, 'copies with their original')
+    missing = [f'{g}00.jpg' for g in lost]
+    note_c = _complete('Copydays', root, len(copied) - int(np.isin(copied//100, lost).sum()), len(copied), missing, incomplete, 'copies with their original')
     return index_set(f'Copydays {copies}', root, a + b, groups=groups, roles=np.repeat(['database', 'query'], [len(a), len(b)]),
-                     missing=[f'{g}00.jpg' for g in lost], note=_and(note_a, note_b, note_c), **index)
+                     missing=missing, note=_and(note_a, note_b, note_c), **index)
 
-# %% ../nbs/07_data.ipynb #c604f97d
+# %% ../nbs/07_data.ipynb #8b74d012
 def distractors(root,                  # folder of photographs
                 count:int=None,        # how many, the first by name; None: all
                 incomplete:bool=False, # go on with fewer?
                 **index                # options of `index_set`
                )->ImageSet:
     "Images that are searched but never sought."
-    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1): raise ValueError(f'count={count!r} must be a whole number above 0, or None for all')
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
+        raise ValueError(f'count={count!r} must be a whole number above 0, or None for all')
     listing = list_images(root)
     names = listing.names[:count]
     note = _and(_notes(listing, root, incomplete), _complete('distractors', root, len(names), count or len(names), [], incomplete))
     return index_set(f'distractors {Path(root).resolve().name}', root, names, roles=np.full(len(names), 'database'), note=note, **index)
 
-# %% ../nbs/07_data.ipynb #8c524eaf
+# %% ../nbs/07_data.ipynb #36a181a4
 def _read_list(path)->dict:
     "Columns of a list of images, as text; lines are counted from 1 in errors."
     lines, ending = _text(path, 'path').split('\n'), Path(path).suffix.lower()
     if ending in ('.csv', '.tsv'):
         rows = list(csv.DictReader(lines, delimiter=',' if ending == '.csv' else '\t'))
-        if 'path' not in (rows[0] if rows else ()): raise ValueError(f'path={str(path)!r} needs a column named path in its first line, and a line for each image')
-        if odd := [i for i, r in enumerate(rows, 2) if None in r or None in r.values()]: raise ValueError(f'path={str(path)!r} has another number of columns in line {odd[0]} than in line 1')
+        if 'path' not in (rows[0] if rows else ()):
+            raise ValueError(f'path={str(path)!r} needs a column named path in its first line, and a line for each image')
+        if odd := [i for i, r in enumerate(rows, 2) if None in r or None in r.values()]:
+            raise ValueError(f'path={str(path)!r} has another number of columns in line {odd[0]} than in line 1')
         return {k: [r[k].strip() for r in rows] for k in ('path', 'label', 'group', 'role') if k in rows[0]}
     lines = [o.strip() for o in lines if o.strip()]
     parts = [o.rsplit(None, 1) for o in lines]
     if parts and all(len(o) == 2 and re.fullmatch(r'\d+', o[1]) for o in parts): return dict(zip(('path', 'label'), map(list, zip(*parts))))
     return dict(path=lines)
 
-# %% ../nbs/07_data.ipynb #4ed2de39
+# %% ../nbs/07_data.ipynb #24895e76
 def _codes(values:list # texts
           )->tuple:    # a number for each, and the names of the numbers
     "Whole numbers as they are; other texts numbered in sorted order, '' as -1."
@@ -841,7 +868,8 @@ def _list_labels(values:list, classes:list|None, path)->tuple:
     labels, names = _codes(values)
     if classes is None: return labels, names
     number = {o: i for i, o in enumerate(classes)} | {'': -1}
-    if odd := [o for o in values if o not in number]: raise ValueError(f'path={str(path)!r} has the label {odd[0]}, which is not one of the {len(classes)} names in classes')
+    if odd := [o for o in values if o not in number]:
+        raise ValueError(f'path={str(path)!r} has the label {odd[0]}, which is not one of the {len(classes)} names in classes')
     return [number[o] for o in values], list(classes)
 
 def _list_groups(values:list)->np.ndarray:
@@ -850,7 +878,7 @@ def _list_groups(values:list)->np.ndarray:
     codes[alone] = codes.max(initial=-1) + 1 + np.arange(alone.sum())
     return codes
 
-# %% ../nbs/07_data.ipynb #886f8b2b
+# %% ../nbs/07_data.ipynb #f48a05ff
 def image_list(path,                  # text file: path, or path and label, on each line; or CSV: path, label, group, role
                root=None,             # folder that relative paths start from; None: that of the list
                classes:list=None,     # names of the classes, in order
@@ -861,16 +889,18 @@ def image_list(path,                  # text file: path, or path and label, on e
     root, columns = os.path.abspath(root or Path(path).parent), _read_list(path)
     names = columns['path']
     empty = ['']*len(names)
-    if twice := [o for o, n in Counter(map(os.path.normpath, names)).items() if n > 1]: raise ValueError(f'path={str(path)!r} lists {twice[0]} more than once: keep one line for each image')
-    if odd := set(roles := columns.get('role', empty)) - {'', 'query', 'database', 'both'}: raise ValueError(f"path={str(path)!r} has role={min(odd)!r}: it must be 'query', 'database', 'both' or empty")
+    if twice := [o for o, n in Counter(map(os.path.normpath, names)).items() if n > 1]:
+        raise ValueError(f'path={str(path)!r} lists {twice[0]} more than once: keep one line for each image')
+    if odd := set(roles := columns.get('role', empty)) - {'', 'query', 'database', 'both'}:
+        raise ValueError(f"path={str(path)!r} has role={min(odd)!r}: it must be 'query', 'database', 'both' or empty")
     there = np.array([os.path.exists(os.path.join(root, o)) for o in names], bool)
     missing = [o for o, ok in zip(names, there) if not ok]
     note = _complete(f'the list {path}', root, int(there.sum()), len(there), missing, incomplete)
     labels, classes = _list_labels(columns.get('label', empty), classes, path)
-    return index_set(Path(path).stem, root, [o for o, ok in zip(names, there) if ok], labels=np.array(labels, int)[there], groups=_list_groups(columns.get('group', empty))[there],
-                     roles=np.array(roles, 'U8')[there], classes=classes, missing=missing, note=note, **index)
+    return index_set(Path(path).stem, root, [o for o, ok in zip(names, there) if ok], labels=np.array(labels, int)[there],
+                     groups=_list_groups(columns.get('group', empty))[there], roles=np.array(roles, 'U8')[there], classes=classes, missing=missing, note=note, **index)
 
-# %% ../nbs/07_data.ipynb #e931ad69
+# %% ../nbs/07_data.ipynb #834cc6e7
 def in_aug(images:ImageSet,  # a labelled set
            per_class:int=2,  # images of each class
            copies:int=5,     # augmented copies of each image
@@ -878,32 +908,35 @@ def in_aug(images:ImageSet,  # a labelled set
           )->ImageSet:       # `groups`: row in images, `copies`: number of the copy
     "The paper's IN-aug, from any labelled set: which images, and which copies of them."
     for name, value, least in (('per_class', per_class, 1), ('copies', copies, 2), ('seed', seed, 0)):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least: raise ValueError(f'{name}={value!r} must be a whole number, at least {least}')
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+            raise ValueError(f'{name}={value!r} must be a whole number, at least {least}')
     if not images.classes: raise ValueError(f'images={images.name} has no classes: give a labelled set')
     order = np.argsort(images.labels, kind='stable')
     starts = np.searchsorted(images.labels[order], np.arange(len(images.classes) + 1))
     if len(few := np.flatnonzero(np.diff(starts) < per_class)):
-        raise ValueError(f'images={images.name} has {starts[few[0] + 1] - starts[few[0]]} images of class {images.classes[few[0]]}, but per_class={per_class}: lower per_class or leave the class out')
+        raise ValueError(f'images={images.name} has {starts[few[0] + 1] - starts[few[0]]} images of class {images.classes[few[0]]}, '
+                         f'but per_class={per_class}: lower per_class or leave the class out')
     # each class draws on its own, so another class more or less changes nothing for the rest
     chosen = [np.sort(np.random.default_rng([seed, c]).choice(order[a:b], per_class, replace=False)) for c, (a, b) in enumerate(zip(starts, starts[1:]))]
     rows = np.repeat(np.concatenate(chosen), copies)
     return images.take(rows, name=f'IN-aug of {images.name}', groups=rows, copies=np.tile(np.arange(copies), len(rows)//copies), roles=np.full(len(rows), 'both'),
                        note=_and(images.note, f'{per_class} images of each class, {copies} copies, seed {seed}'))
 
-# %% ../nbs/07_data.ipynb #d1315d9e
+# %% ../nbs/07_data.ipynb #f0b534c1
 def _members(archive)->tuple:
     "The opened archive, and (name, bytes, may it be extracted) of each member."
     if zipfile.is_zipfile(archive):
         z = zipfile.ZipFile(archive)
         return z, [(o.filename, o.file_size, o.is_dir() or (o.external_attr >> 28) in (0, 8)) for o in z.infolist()]  # 8: a plain file
     try: t = tarfile.open(archive)
-    except (tarfile.TarError, OSError, EOFError) as e: raise ValueError(f'archive={str(archive)!r} cannot be opened as tar or zip ({e}): download it again') from e
+    except (tarfile.TarError, OSError, EOFError) as e:
+        raise ValueError(f'archive={str(archive)!r} cannot be opened as tar or zip ({e}): download it again') from e
     try: return t, [(o.name, o.size, o.isfile() or o.isdir()) for o in t]
     except (tarfile.TarError, OSError, EOFError, zlib.error) as e:
         t.close()
         raise ValueError(f'archive={str(archive)!r} is cut short or damaged ({e}): download it again') from e
 
-# %% ../nbs/07_data.ipynb #661c86a0
+# %% ../nbs/07_data.ipynb #aff7cb1e
 def extract(archive, # tar (also compressed) or zip file
             folder   # where to; made if it is not there
            )->Path:  # the folder
@@ -913,7 +946,8 @@ def extract(archive, # tar (also compressed) or zip file
         top = os.path.realpath(folder)
         for name, _, plain in members:
             inside = os.path.realpath(os.path.join(top, name.replace('\\', '/')))  # follows links that lie in the folder already
-            if os.path.isabs(name) or '..' in re.split(r'[\\/]', name) or os.path.commonpath([top, inside]) != top: raise ValueError(f'archive={str(archive)!r} would write {name!r} outside of {folder}: nothing was extracted')
+            if os.path.isabs(name) or '..' in re.split(r'[\\/]', name) or os.path.commonpath([top, inside]) != top:
+                raise ValueError(f'archive={str(archive)!r} would write {name!r} outside of {folder}: nothing was extracted')
             if not plain: raise ValueError(f'archive={str(archive)!r} holds {name!r}, which is neither a file nor a folder: nothing was extracted')
         folder.mkdir(parents=True, exist_ok=True)
         if (need := sum(size for _, size, _ in members)) > (free := shutil.disk_usage(folder).free):
@@ -936,7 +970,7 @@ def _fetch(url:str, file)->None:
             while block := answer.read(1 << 20): file.write(block); bar.update(len(block))
     if size and file.tell() != size: raise OSError(f'the connection ended after {file.tell()} of {size} bytes')
 
-# %% ../nbs/07_data.ipynb #ee5a732d
+# %% ../nbs/07_data.ipynb #090a033d
 def download(url:str,        # http or https address
              path,           # file to write
              sha256:str=None # checksum, where one is known
@@ -946,12 +980,15 @@ def download(url:str,        # http or https address
     if not re.match('https?://', str(url)): raise ValueError(f'url={url!r} must start with http:// or https://')
     if path.is_dir(): raise ValueError(f'path={str(path)!r} is a folder: give the name of a file in it')
     if path.exists():
-        if sha256 and (got := _sha256(path)) != sha256.lower(): raise ValueError(f'path={str(path)!r} is there, but its sha256 is {got}, not {sha256}: remove it to download it again')
+        if sha256 and (got := _sha256(path)) != sha256.lower():
+            raise ValueError(f'path={str(path)!r} is there, but its sha256 is {got}, not {sha256}: remove it to download it again')
         return path
     try:
         with _whole(path) as f:
             _fetch(url, f)
             f.flush()
-            if sha256 and (got := _sha256(f.name)) != sha256.lower(): raise ValueError(f'url={url!r} gave a file with sha256 {got}, not {sha256}: it was thrown away')
-    except (OSError, http.client.HTTPException) as e: raise ConnectionError(f'url={url!r} could not be downloaded ({e}): without a network, put the file at {path}') from e
+            if sha256 and (got := _sha256(f.name)) != sha256.lower():
+                raise ValueError(f'url={url!r} gave a file with sha256 {got}, not {sha256}: it was thrown away')
+    except (OSError, http.client.HTTPException) as e:
+        raise ConnectionError(f'url={url!r} could not be downloaded ({e}): without a network, put the file at {path}') from e
     return path

@@ -124,21 +124,7 @@ class GeM(nn.Module):
     def forward(self, x): return gem(x, self.p, self.eps)
     def extra_repr(self): return f'p={float(torch.as_tensor(self.p).detach()):.4g}, learn={self.learn}'
 
-# %% ../nbs/00_gem.ipynb #2abbdf7d
-def gem_many(x:Tensor,        # feature map, (B, C, H, W)
-             ps,              # exponents, each a number > 0
-             eps:float=1e-6   # floor of the map
-            )->Tensor:        # (len(ps), B, C)
-    "`gem` for several exponents in one pass over the map."
-    x, ps = _check_map(x), [float(_check_p(p)) for p in ps]
-    _check_eps(eps)
-    if not ps: raise ValueError('ps is empty: give at least one exponent, for example range(1, 11).')
-    if x.requires_grad and torch.is_grad_enabled(): return torch.stack([gem(x, p, eps) for p in ps])
-    rows = x.flatten(2).flatten(0, 1)
-    size = max(1, 2**18//rows.shape[1]) if x.device.type == 'cpu' and not torch.compiler.is_compiling() else max(1, len(rows))
-    out = torch.cat([_pool_rows(piece, ps, eps) for piece in rows.split(size)], dim=1)
-    return out.view(len(ps), *x.shape[:2])
-
+# %% ../nbs/00_gem.ipynb #721b0bbe
 def _pool_rows(x:Tensor,  # (rows, locations)
                ps:list,   # exponents
                eps:float  # floor
@@ -155,6 +141,21 @@ def _pool_rows(x:Tensor,  # (rows, locations)
         else: s = r.pow(p).mean(1)
         out[p] = M * s.pow(1/p)
     return torch.stack([out[p] for p in ps])
+
+# %% ../nbs/00_gem.ipynb #8a5e57dc
+def gem_many(x:Tensor,        # feature map, (B, C, H, W)
+             ps,              # exponents, each a number > 0
+             eps:float=1e-6   # floor of the map
+            )->Tensor:        # (len(ps), B, C)
+    "`gem` for several exponents in one pass over the map."
+    x, ps = _check_map(x), [float(_check_p(p)) for p in ps]
+    _check_eps(eps)
+    if not ps: raise ValueError('ps is empty: give at least one exponent, for example range(1, 11).')
+    if x.requires_grad and torch.is_grad_enabled(): return torch.stack([gem(x, p, eps) for p in ps])
+    rows = x.flatten(2).flatten(0, 1)
+    size = max(1, 2**18//rows.shape[1]) if x.device.type == 'cpu' and not torch.compiler.is_compiling() else max(1, len(rows))
+    out = torch.cat([_pool_rows(piece, ps, eps) for piece in rows.split(size)], dim=1)
+    return out.view(len(ps), *x.shape[:2])
 
 # %% ../nbs/00_gem.ipynb #5a19c0bb
 def spatial_share(x:Tensor,       # feature map, (B, C, H, W)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .margin import MarginLoss
 
-# %% ../nbs/03_loss.ipynb #3e25a9f5
+# %% ../nbs/03_loss.ipynb #9ef1c591
 class Joint(NamedTuple):
     "The joint loss of a batch and its two terms, before they are weighted; a term that was not computed is None."
     loss: Tensor
@@ -27,6 +27,16 @@ class Joint(NamedTuple):
 def _check_lam(lam):
     if isinstance(lam, bool) or not isinstance(lam, (int, float)) or not 0 <= lam <= 1: raise ValueError(f'lam must be a number between 0 (retrieval only) and 1 (classification only), but it is {lam!r}.')
 
+# %% ../nbs/03_loss.ipynb #b45a877d
+def _cross_entropy(logits, label):
+    "Mean cross-entropy in float32, with errors that name the argument."
+    shape = lambda x: tuple(getattr(x, 'shape', ())) or type(x).__name__
+    if not isinstance(logits, Tensor) or logits.ndim != 2: raise ValueError(f'logits must have the shape (B, classes) when lam is above 0, but it is {shape(logits)}.')
+    if not isinstance(label, Tensor) or label.shape != logits.shape[:1] or label.is_floating_point(): raise ValueError(f'label must be a tensor of {len(logits)} integers, one for each row of logits, but it is {shape(label)}.')
+    if len(label) and not (0 <= label.min() and label.max() < logits.shape[1]): raise ValueError(f'label must lie between 0 and {logits.shape[1]-1}, but it goes from {int(label.min())} to {int(label.max())}.')
+    return F.cross_entropy(logits.float(), label)
+
+# %% ../nbs/03_loss.ipynb #04d8d458
 class JointLoss(nn.Module):
     "Cross-entropy and margin loss, weighted by `lam` and `1-lam` (eq. 5)."
     def __init__(self,
@@ -54,13 +64,6 @@ class JointLoss(nn.Module):
         return Joint(sum(weighted[1:], weighted[0]), classification, retrieval, len(logits if logits is not None else embedding), pairs)
 
     def extra_repr(self): return f'lam={self.lam}'
-
-def _cross_entropy(logits, label):
-    "Mean cross-entropy in float32, with errors that name the argument."
-    if not isinstance(logits, Tensor) or logits.ndim != 2: raise ValueError(f'logits must have the shape (B, classes) when lam is above 0, but it is {tuple(getattr(logits, "shape", ())) or type(logits).__name__}.')
-    if not isinstance(label, Tensor) or label.shape != logits.shape[:1] or label.is_floating_point(): raise ValueError(f'label must be a tensor of {len(logits)} integers, one for each row of logits, but it is {tuple(getattr(label, "shape", ())) or type(label).__name__}.')
-    if len(label) and not (0 <= label.min() and label.max() < logits.shape[1]): raise ValueError(f'label must lie between 0 and {logits.shape[1]-1}, but it goes from {int(label.min())} to {int(label.max())}.')
-    return F.cross_entropy(logits.float(), label)
 
 # %% ../nbs/03_loss.ipynb #4f165455
 def gradient_norms(classification:Tensor,  # a scalar loss
