@@ -124,25 +124,25 @@ class GeM(nn.Module):
     def forward(self, x): return gem(x, self.p, self.eps)
     def extra_repr(self): return f'p={float(torch.as_tensor(self.p).detach()):.4g}, learn={self.learn}'
 
-# %% ../nbs/00_gem.ipynb #721b0bbe
+# %% ../nbs/00_gem.ipynb #bfab2bed
 def _pool_rows(x:Tensor,  # (rows, locations)
                ps:list,   # exponents
                eps:float  # floor
               )->Tensor:  # (len(ps), rows)
     "All exponents for a piece of the map."
-    r = x.clamp(min=eps)
-    M = r.amax(1, keepdim=True)
-    r = r.div_(M.clamp(max=torch.finfo(x.dtype).max))
-    M, power, k, out = M[:,0], r.clone(), 1, {1.: x.mean(1), math.inf: x.amax(1)}
-    for p in sorted(set(ps) - out.keys()):
-        if p == int(p):
-            while k < p: power, k = power.mul_(r), k+1
-            s = power.mean(1)
-        else: s = r.pow(p).mean(1)
-        out[p] = M * s.pow(1/p)
+    top = x.amax(1)
+    M = top.clamp(min=eps, max=torch.finfo(x.dtype).max)
+    r = x.clamp(min=eps).div_(M[:,None])
+    power, k, out = r, 1, {}
+    for p in sorted(set(ps)):
+        if p == 1: out[p] = x.mean(1); continue
+        if p == math.inf: out[p] = top; continue
+        whole = p == int(p)
+        while whole and k < p: power, k = r*r if k == 1 else power.mul_(r), k+1
+        out[p] = M * (power if whole else r.pow(p)).mean(1).pow(1/p)
     return torch.stack([out[p] for p in ps])
 
-# %% ../nbs/00_gem.ipynb #8a5e57dc
+# %% ../nbs/00_gem.ipynb #4589a896
 def gem_many(x:Tensor,        # feature map, (B, C, H, W)
              ps,              # exponents, each a number > 0
              eps:float=1e-6   # floor of the map
@@ -153,7 +153,7 @@ def gem_many(x:Tensor,        # feature map, (B, C, H, W)
     if not ps: raise ValueError('ps is empty: give at least one exponent, for example range(1, 11).')
     if x.requires_grad and torch.is_grad_enabled(): return torch.stack([gem(x, p, eps) for p in ps])
     rows = x.flatten(2).flatten(0, 1)
-    size = max(1, 2**18//rows.shape[1]) if x.device.type == 'cpu' and not torch.compiler.is_compiling() else max(1, len(rows))
+    size = max(1, 2**19//rows.shape[1]) if x.device.type == 'cpu' and not torch.compiler.is_compiling() else max(1, len(rows))
     out = torch.cat([_pool_rows(piece, ps, eps) for piece in rows.split(size)], dim=1)
     return out.view(len(ps), *x.shape[:2])
 

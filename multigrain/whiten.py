@@ -164,7 +164,7 @@ def phi_inverse(z:Tensor,     # whitened, (n, k)
     _lengths(x, 'z') # for its check alone
     return (F.linear(x, S_inv) + mean).to(torch.promote_types(z.dtype, torch.float32))
 
-# %% ../nbs/04_whiten.ipynb #017cd2c4
+# %% ../nbs/04_whiten.ipynb #8d57942b
 def fold_linear(classifier:nn.Linear, # acts on e
                 mean:Tensor,          # (d,)
                 S_inv:Tensor,         # (d, k)
@@ -173,6 +173,7 @@ def fold_linear(classifier:nn.Linear, # acts on e
     "The layer with |e| layer(Phi(e)) = classifier(e); with the constant channel the length is that of [e, 1]."
     if not isinstance(classifier, nn.Linear): raise TypeError(f'classifier is a {type(classifier).__name__}: give a nn.Linear')
     (d, k), weight, bias = S_inv.shape, classifier.weight.detach(), classifier.bias
+    constant = constant or (bias is not None and weight.shape[1] == d - 1) # the whitening was fitted on [e, 1]
     if weight.shape[1] != d - constant: raise ValueError(f'classifier takes {weight.shape[1]} channels, but the whitening takes {d - constant}')
     w = weight.to(S_inv)
     if constant: w = torch.cat([w, w.new_zeros(len(w), 1) if bias is None else bias.detach().to(w)[:,None]], 1)
