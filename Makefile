@@ -32,7 +32,7 @@ test: $(READY)  ## package in sync, notebooks clean and running, pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
 lab: $(READY)  ## JupyterLab on the notebooks, on localhost with its token
-	jupyter lab --ip=127.0.0.1 --notebook-dir=. nbs/index.ipynb
+	jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) nbs/index.ipynb
 
 export: $(READY)  ## notebooks -> package and README, then clean the notebooks
 	nbdev_export
