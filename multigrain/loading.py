@@ -31,7 +31,12 @@ class Batch(NamedTuple):
     repetition:Tensor  # (B,), which view of the image
     skipped:dict       # path -> reason, of the images that are missing here
 
-# %% ../nbs/07b_loading.ipynb #e8edc2f5
+# %% ../nbs/07b_loading.ipynb #0c318310
+def _file(images:ImageSet, row:int):
+    "Rows with the same answer are the same picture: one decode serves them all."
+    return row if images.pixels is not None else (images.paths[row], images.turns[row])
+
+# %% ../nbs/07b_loading.ipynb #e51e2c7c
 def make_batch(images:ImageSet, # paths and labels
                load,            # row -> uint8 image (3, h, w)
                view,            # (image, epoch, row, repetition) -> uint8 view
@@ -40,7 +45,7 @@ def make_batch(images:ImageSet, # paths and labels
               )->Batch:
     "Decode each image once, make all its views; list those that cannot be read."
     views, kept, skipped = [], [], {}
-    for path, group in groupby(keys, lambda key: images.paths[key[0]]):
+    for _, group in groupby(keys, lambda key: _file(images, key[0])):
         group = list(group)
         try:
             image = load(group[0][0])
@@ -49,7 +54,7 @@ def make_batch(images:ImageSet, # paths and labels
         else: views += made; kept += group
     rows, repetitions = torch.tensor(kept, dtype=torch.int64).view(-1, 2).unbind(1)
     image = default_collate(views) if views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)  # in a worker: straight into shared memory
-    return Batch(image, torch.as_tensor(images.labels)[rows], rows, repetitions, skipped)
+    return Batch(image, torch.as_tensor(images.labels[rows.numpy()], dtype=torch.int64), rows, repetitions, skipped)
 
 # %% ../nbs/07b_loading.ipynb #1e668f2c
 @dataclass
@@ -72,7 +77,16 @@ def _data_loader(batches:_Batches,
                       multiprocessing_context='fork' if workers and sys.platform == 'linux' else None,
                       generator=torch.Generator())  # its own, or it would draw from the global one
 
-# %% ../nbs/07b_loading.ipynb #9847fae4
+# %% ../nbs/07b_loading.ipynb #f64168c3
+def _fetch(batches:DataLoader, name:str):
+    "The batches, or one sentence if a worker died."
+    try: yield from batches
+    except (RuntimeError, OSError, EOFError) as e:
+        own = str(e).startswith('Caught')  # an error of the code that a worker runs comes with its own traceback
+        if own or not batches.num_workers or isinstance(e, RuntimeError) and 'DataLoader worker' not in str(e): raise
+        raise RuntimeError(f'workers={batches.num_workers}: one of those that load {name} died ({(str(e) or type(e).__name__).splitlines()[0]}): if memory ran out, take fewer workers or a smaller batch') from e
+
+# %% ../nbs/07b_loading.ipynb #e927a2b8
 class Loader:
     "Batches of a set, and what was skipped on the way."
     def __init__(self, images:ImageSet, view, steps, source=None, bad:str='raise', workers:int=0, pin_memory:bool|None=None):
@@ -87,7 +101,7 @@ class Loader:
             raise BadImage(path, f"{reason}; or leave it out with bad='skip'")
     def __iter__(self):
         some = not len(self)
-        for batch in self.batches:
+        for batch in _fetch(self.batches, self.images.name):
             self._note(batch.skipped)
             if len(batch.image): some = True; yield batch
         if not some: raise ValueError(f'images={self.images.name}: none could be read, the first: {" ".join(next(iter(self.skipped.items())))}')
@@ -104,7 +118,7 @@ def _of_size(image:Tensor, images:ImageSet, row:int)->Tensor:
         raise BadImage(images.paths[row], f'is {found[0]} x {found[1]} pixels, but the index of {images.name} says {said[0]} x {said[1]}: index the set again')
     return image
 
-# %% ../nbs/07b_loading.ipynb #e40c1f1e
+# %% ../nbs/07b_loading.ipynb #15352bb8
 class Decoded:
     "All images of a set, decoded, in one block of memory."
     def __init__(self, images:ImageSet, limit:float=4.):
@@ -112,16 +126,17 @@ class Decoded:
         if not sizes.all(): raise ValueError(f'images={images.name} does not know the sizes of its images: read it with index_set or one of the readers, or pass cache=False')
         if (need := sizes.sum()/1e9) > limit:
             raise ValueError(f'cache=True would take {need:.2f} GB for {images.name}, more than cache_limit={limit} GB: pass cache=False or raise cache_limit')
-        self.images, self.ends, self.bad = images, np.cumsum(sizes), {}
+        self.images, self.ends = images, np.cumsum(sizes)
         self.pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoders let other threads run
-            list(tqdm(pool.map(self._fill, range(len(images))), desc=f'decode {images.name}', total=len(images), delay=2, mininterval=1, file=sys.__stderr__))
+            errors = tqdm(pool.map(self._fill, range(len(images))), desc=f'decode {images.name}', total=len(images), delay=2, mininterval=1, file=sys.__stderr__)
+            self.bad = {row: e for row, e in enumerate(errors) if e}  # in the order of the rows, whichever came first
     def _block(self, row):
         h, w = self.images.sizes[row].tolist()
-        return self.pixels[self.ends[row]-3*h*w:self.ends[row]].view(3, h, w)
+        return self.pixels[self.ends[row]-3*h*w:self.ends[row]].view(h, w, 3).permute(2, 0, 1)  # colours of a pixel side by side: the resize is faster
     def _fill(self, row):
         try: self._block(row).copy_(_of_size(self.images.load(row), self.images, row))
-        except BadImage as e: self.bad[row] = e
+        except BadImage as e: return e
     def load(self, row:int)->Tensor:
         "The same as `ImageSet.load`."
         if row in self.bad: raise self.bad[row]
@@ -144,14 +159,14 @@ def _image_set(images)->ImageSet:
     if not len(images): raise ValueError(f'images={images.name} is empty: there is nothing to load')
     return images
 
-# %% ../nbs/07b_loading.ipynb #5f4ca506
+# %% ../nbs/07b_loading.ipynb #72ee4773
 class TrainLoader(Loader):
     "Batches of repeated augmentation, one for each step of an epoch."
     def set_epoch(self, epoch:int, start:int=0):
         "Iterate over `epoch` from now on, beginning at step `start`."
         self.steps.sampler.set_epoch(epoch, start)
     def __iter__(self):
-        for batch in self.batches:
+        for batch in _fetch(self.batches, self.images.name):
             self._note(batch.skipped)
             if not len(batch.image):  # a step must not vanish: a run that resumes counts them
                 raise ValueError(f'images={self.images.name}: no image of a batch could be read, the first: {" ".join(next(iter(batch.skipped.items())))}')
@@ -208,7 +223,14 @@ def size_batches(sizes:np.ndarray,  # (n, 2), height and width of each view
         batches += [rows[i:i+n] for i in range(0, len(rows), n)]
     return batches
 
-# %% ../nbs/07b_loading.ipynb #64f07930
+# %% ../nbs/07b_loading.ipynb #976db5a7
+def _rows(images:ImageSet, rows)->np.ndarray:
+    "Row numbers from None (all), numbers or a mask, or a sentence."
+    if rows is None: return np.arange(len(images))
+    try: return np.arange(len(images))[np.asarray(rows, None if np.size(rows) else int)]
+    except IndexError as e: raise ValueError(f'rows must be numbers below {len(images)}, or one True or False for each image of {images.name} ({e})') from e
+
+# %% ../nbs/07b_loading.ipynb #d5b80f2c
 def _test_view(image, epoch, row, repetition, transform, images=None): return transform(image if images is None else _of_size(image, images, row))
 
 def test_loader(images:ImageSet,        # what to embed
@@ -223,8 +245,7 @@ def test_loader(images:ImageSet,        # what to embed
                 pin_memory:bool|None=None # None: where there is a GPU
                )->Loader:               # of `Batch`, in the order of their sizes; `instance` puts results back
     "Batches of one exact size after the resize: no padding, and no crop in the rectangular protocol."
-    transform, rows = test_transform(s, square, exact), np.arange(len(_image_set(images))) if rows is None else np.asarray(rows, int)
-    if rows.size and not 0 <= rows.min() <= rows.max() < len(images): raise ValueError(f'rows go from {rows.min()} to {rows.max()}: they must lie within 0 and {len(images) - 1}, the rows of {images.name}')
+    transform, rows = test_transform(s, square, exact), _rows(_image_set(images), rows)
     batches = [rows[o] for o in size_batches(view_sizes(images, s, square)[rows], batch_size, max_pixels)]
     view = partial(_test_view, transform=transform, images=None if square else images)
     return Loader(images, view, [(0, [(i, 0) for i in o.tolist()]) for o in batches], bad=bad, workers=workers, pin_memory=pin_memory)

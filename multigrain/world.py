@@ -20,8 +20,8 @@ import numpy as np, PIL
 from PIL import Image, ImageDraw, ImageEnhance, ImageFilter, ImageFont, ImageOps
 from tqdm import tqdm
 
-# %% ../nbs/07a_world.ipynb #66772937
-INSTANCE, SCENE, VIEW, COPY, NOISE = range(5) # what a stream is for
+# %% ../nbs/07a_world.ipynb #cab953ad
+INSTANCE, PLACE, LAYOUT, VIEW, COPY, NOISE = range(6) # what a stream is for
 
 def stream(seed:int,     # of the world
            *identity:int # what the numbers are for, and whose
@@ -182,7 +182,7 @@ def fit(parts:list # (material, polygon) pairs
     low, high = points.min(0), points.max(0)
     return [(m, (q - (low+high)/2)*2/(high-low).max()) for m,q in parts]
 
-# %% ../nbs/07a_world.ipynb #957bd0f3
+# %% ../nbs/07a_world.ipynb #dcb6eeec
 TILE = 512
 
 @lru_cache(maxsize=4)
@@ -200,7 +200,7 @@ def noise(seed:int,       # of the world
           v:np.ndarray    # same shape
          )->np.ndarray:   # same shape, in [0, 1]
     "Noise at given places of the plane."
-    i, j = (((o + 16)*TILE).astype(np.int32) % TILE for o in (u, v))
+    i, j = (((o + 16)*TILE).astype(np.int32) & (TILE - 1) for o in (u, v))
     return noise_tiles(seed)[tile].take(j*TILE + i)
 
 # %% ../nbs/07a_world.ipynb #d56cc2fa
@@ -410,41 +410,50 @@ def paint(image:np.ndarray,  # (3, h, w), changed in place
     window *= 1 - shadow(cover, view.light, view.softness)
     window += (colour*relief(masks, view.light, view.depth) - window)*cover
 
-# %% ../nbs/07a_world.ipynb #5fbea9b0
-class Scene(NamedTuple):
-    "The surroundings of an object, and its pose there."
+# %% ../nbs/07a_world.ipynb #6c041f4b
+class Place(NamedTuple):
+    "Where a photograph is taken."
     wall: Material
     floor: Material
-    horizon: tuple    # height and slope of the line between them
-    pose: np.ndarray  # 3 x 3: object -> scene
-    behind: list      # things
-    front: list       # things
+    horizon: float # height of the line between them
+    slope: float   # of that line
 
-def make_scene(rng:np.random.Generator, # stream of the scene
-               turn:float=20.           # of the object, at most, in degrees
-              )->Scene:
-    "Draw the surroundings and the pose of an object."
-    u = rng.uniform
-    wall, floor = (material(rng, vivid=.5, frequency=(.5,3), contrast=(.05,.5)) for _ in range(2))
-    x, y, scale = u(-.4,.4), u(-.3,.3), u(.36,.78)
-    stretch = np.array([[(1 if u() < .5 else -1)*u(.8,1.2),u(-.15,.15),0], [0,1,0], [0,0,1]])
-    behind = [loose_part(rng, similarity(u(-1.4,1.4), u(-1.1,1.1), u(.12,.4), u(0,6.3))) for _ in range(rng.integers(2, 8))]
-    a, far = u(0,6.3), scale*u(.75,1)
-    front = [loose_part(rng, similarity(x + far*math.cos(a), y + far*math.sin(a), scale*u(.35,.6), u(0,6.3)))] if u() < .3 else []
-    return Scene(wall, floor, (u(-.2,.7), u(-.12,.12)), similarity(x, y, scale, math.radians(u(-turn,turn)))@stretch, behind, front)
+def make_place(rng:np.random.Generator # stream of the place
+              )->Place:
+    "Draw wall and floor: duller than objects, with faint patterns."
+    wall, floor = (material(rng, vivid=.4, frequency=(.5,3), contrast=(.05,.4)) for _ in range(2))
+    return Place(wall, floor, rng.uniform(-.2,.7), rng.uniform(-.12,.12))
 
-# %% ../nbs/07a_world.ipynb #cfdb481d
-def background(scene:Scene,
-               x:np.ndarray, y:np.ndarray, # places of the scene, (h, w)
+def background(place:Place,
+               x:np.ndarray, y:np.ndarray, # where on the plane of the scene, (h, w)
                seed:int       # of the world
               )->np.ndarray:  # (3, h, w)
     "Wall and floor; the floor runs into the distance."
-    below = y - scene.horizon[0] - scene.horizon[1]*x
+    below = y - place.horizon - place.slope*x
     near = 1/(np.maximum(below, 0) + .5)
     look = lambda m, u, v: surface(m, noise(seed, 1, u/4 + m.start[0], v/4 + m.start[1]), u, v)
-    wall, floor = look(scene.wall, x, y), look(scene.floor, .9*x*near, 3*near)
-    blotch = noise(seed, 2, .15*x + scene.wall.start[0], .15*y + scene.floor.start[0])
+    wall, floor = look(place.wall, x, y), look(place.floor, .9*x*near, 3*near)
+    blotch = noise(seed, 2, .15*x + place.wall.start[0], .15*y + place.floor.start[0])
     return (wall + (floor - wall)*soft(below, 35))*(.7 + .6*blotch)
+
+# %% ../nbs/07a_world.ipynb #6274a1e9
+class Layout(NamedTuple):
+    "What stands where."
+    pose: np.ndarray # 3 x 3: object -> scene
+    behind: list     # things
+    front: list      # things
+
+def make_layout(rng:np.random.Generator, # stream of the layout
+                turn:float=20.           # of the object, at most, in degrees
+               )->Layout:
+    "Draw the pose of an object and the clutter around it."
+    u = rng.uniform
+    x, y, scale = u(-.4,.4), u(-.3,.3), u(.35,.75)
+    stretch = np.array([[(1 if u() < .5 else -1)*u(.8,1.2),u(-.15,.15),0], [0,1,0], [0,0,1]])
+    behind = [loose_part(rng, similarity(u(-1.4,1.4), u(-1.1,1.1), u(.12,.4), u(0,6.3))) for _ in range(rng.integers(1, 7))]
+    a, far = u(0,6.3), scale*u(.75,1)
+    front = [loose_part(rng, similarity(x + far*math.cos(a), y + far*math.sin(a), scale*u(.35,.6), u(0,6.3)))] if u() < .25 else []
+    return Layout(similarity(x, y, scale, math.radians(u(-turn,turn)))@stretch, behind, front)
 
 # %% ../nbs/07a_world.ipynb #593d1e6b
 def develop(image:np.ndarray, # (3, h, w), linear, changed in place
@@ -470,25 +479,26 @@ def _whole(name:str, # of the argument
     if not low <= value <= high: raise ValueError(f'{name}={value} must be between {low} and {high}')
     return int(value)
 
-# %% ../nbs/07a_world.ipynb #0c54eb2d
-def photograph(kind:str,         # of object, in `KINDS`
-               seed:int,         # of the world
+# %% ../nbs/07a_world.ipynb #47e9bea8
+def photograph(kind:str,          # of object, in `KINDS`
+               seed:int,          # of the world
                instance_id:tuple, # which object: whole numbers
-               scene_id:tuple,   # in which surroundings
-               view_id:tuple,    # seen how
-               turn:float=20.,   # degrees by which the object may lean
-               wander:float=1.   # how far the camera moves
+               place_id:tuple,    # before which wall, on which floor
+               layout_id:tuple,   # in which pose, among which clutter
+               view_id:tuple,     # seen how
+               turn:float=20.,    # degrees by which the object may lean
+               wander:float=1.    # how far the camera moves
               )->Image.Image:
     "Draw one synthetic photograph."
     if kind not in KINDS: raise ValueError(f'kind={kind!r} is not one of {", ".join(KINDS)}')
     _whole('seed', seed, 0, 2**32-1)
-    thing, scene = instance(kind, stream(seed, INSTANCE, *instance_id)), make_scene(stream(seed, SCENE, *scene_id), turn)
-    view = make_view(stream(seed, VIEW, *view_id), wander)
+    thing, place = instance(kind, stream(seed, INSTANCE, *instance_id)), make_place(stream(seed, PLACE, *place_id))
+    layout, view = make_layout(stream(seed, LAYOUT, *layout_id), turn), make_view(stream(seed, VIEW, *view_id), wander)
     x, y = lookup(view.camera, 0, 0, *view.size)
-    image = background(scene, x, y, seed)
-    for o in scene.behind: paint(image, o, view.camera, view, seed)
-    paint(image, thing, view.camera@scene.pose, view, seed)
-    for o in scene.front: paint(image, o, view.camera, view, seed)
+    image = background(place, x, y, seed)
+    for o in layout.behind: paint(image, o, view.camera, view, seed)
+    paint(image, thing, view.camera@layout.pose, view, seed)
+    for o in layout.front: paint(image, o, view.camera, view, seed)
     return develop(image, view, x, y, seed)
 
 # %% ../nbs/07a_world.ipynb #1bef8dce
@@ -533,7 +543,7 @@ def framed(im:Image.Image, rng:np.random.Generator)->Image.Image:
     page.paste(small, [int(rng.integers(o - s + 1)) for o, s in zip(im.size, small.size)])
     return page
 
-# %% ../nbs/07a_world.ipynb #4c90a930
+# %% ../nbs/07a_world.ipynb #2a01fe4a
 EDITS = { # name -> (image, generator) -> image
     'crop':     lambda im, rng: crop_copy(im, rng.uniform(30,65), rng),
     'blur':     lambda im, rng: im.filter(ImageFilter.GaussianBlur(rng.uniform(1,2.5))),
@@ -547,8 +557,8 @@ EDITS = { # name -> (image, generator) -> image
 def strong_copy(im:Image.Image, # the original
                 rng:np.random.Generator # says which edits, and how much
                )->Image.Image:
-    "Three different edits, one after another."
-    for name in rng.permutation([*EDITS])[:3]: im = EDITS[name](im, rng)
+    "Two different edits, one after another."
+    for name in rng.permutation([*EDITS])[:2]: im = EDITS[name](im, rng)
     return im
 
 # %% ../nbs/07a_world.ipynb #693251a3
@@ -573,7 +583,7 @@ def files(job:tuple # (set, a, b)
     parts = [('original',0), *[('strong',k) for k in range(1, 2 + a%2)], *[(f'crops/{o}',0) for o in CROPS], *[(f'jpeg/{o}',0) for o in QUALITIES]]
     return [f'copydays/{part}/{200000 + 100*a + k}.jpg' for part, k in parts]
 
-# %% ../nbs/07a_world.ipynb #8d1059d6
+# %% ../nbs/07a_world.ipynb #709eef01
 def draw(seed:int, # of the world
          job:tuple # (set, a, b)
         )->list:   # of JPEG files, one for each of `files(job)`
@@ -581,9 +591,9 @@ def draw(seed:int, # of the world
     what, a, b = job
     whole, group = (SETS.index(what), a, b), (SETS.index(what), a)
     kind = [*KINDS][a % len(KINDS)]
-    if what == 'holidays': return [jpeg_copy(photograph(kind, seed, group, group, whole, wander=1.5))]
-    if what == 'ukbench': return [jpeg_copy(photograph(kind, seed, group, whole, whole, turn=45.))]
-    original = jpeg_copy(photograph(kind, seed, whole, whole, whole))
+    if what == 'holidays': return [jpeg_copy(photograph(kind, seed, group, group, group, whole, wander=1.5))]
+    if what == 'ukbench': return [jpeg_copy(photograph(kind, seed, group, group, whole, whole, turn=45.))]
+    original = jpeg_copy(photograph(kind, seed, *[whole]*4))
     if what != 'copydays': return [original]
     im, rng = Image.open(io.BytesIO(original)).convert('RGB'), lambda k: stream(seed, COPY, a, k)
     return [original, *[jpeg_copy(strong_copy(im, rng(k)), 75) for k in range(1, 2 + a%2)],

@@ -99,14 +99,20 @@ def test_hostile_files_are_skipped_with_their_views_and_listed(hostile, workers)
     assert sorted(torch.cat([b.instance for b in test]).tolist()) == sorted(seen) and test.skipped == loader.skipped
     assert all('\n' not in reason for reason in loader.skipped.values())
 
+def sentence(loader):
+    "What a loader says when it stops (pytest.raises would keep it and its workers alive)."
+    try: list(loader)
+    except BadImage as e: return str(e)
+    return ''
+
 @pytest.mark.parametrize('workers', [0, 2])
 def test_one_bad_file_stops_with_one_sentence(hostile, workers):
     images, bad = hostile
     for path in bad:
         one = ImageSet('one', [images.paths[0], images.paths[2], path])
         for loader in (train_loader(one, s=16, batch_size=3, m=1, workers=workers), rectangles(one, 32, workers=workers)):
-            with pytest.raises(BadImage) as e: list(loader)
-            assert str(e.value).startswith(path) and '\n' not in str(e.value) and "bad='skip'" in str(e.value)
+            said = sentence(loader)
+            assert said.startswith(path) and '\n' not in said and "bad='skip'" in said
         if workers: break  # the sentence is made in this process either way
 
 def test_only_the_first_frame_of_an_animation_is_used(tmp_path):
@@ -149,10 +155,14 @@ import os, signal, sys
 from multigrain.data import image_folder
 from multigrain.loading import train_loader
 loader = train_loader(image_folder(sys.argv[1], cache=False), s=64, batch_size=6, m=3, iterations=500, workers=1)
-for step, _ in enumerate(loader):
-    if step == 1: os.kill(loader.batches._iterator._workers[0].pid, signal.SIGKILL)
+try:
+    for step, _ in enumerate(loader):
+        if step == 1: os.kill(loader.batches._iterator._workers[0].pid, signal.SIGKILL)
+except RuntimeError as e: print(e, flush=True); os._exit(1)
 '''
 
 def test_a_worker_that_dies_is_an_error_and_not_a_hang(folder):
     done = subprocess.run([sys.executable, '-c', DIES, folder], capture_output=True, text=True, timeout=60, env=os.environ | dict(PYTHONPATH=str(ROOT)))
-    assert done.returncode == 1 and 'DataLoader worker' in done.stderr.splitlines()[-1]
+    assert done.returncode == 1, done.stderr
+    # PyTorch's own sentence, if the news of its death comes while this process is at something else
+    assert 'one of those that load photos' in done.stdout or 'DataLoader worker' in done.stdout + done.stderr, (done.stdout, done.stderr)
