@@ -279,7 +279,7 @@ def colour(image:Tensor,        # uint8, (3, h, w)
     if exact: _stepwise(x, steps); shift.round_()
     else:
         grey = _grey(x)
-        a, b, c = fused_affine(steps, grey.mean().item())
+        a, b, c = fused_affine(steps, float(grey.numpy().mean()))  # torch's mean depends on the number of threads
         x.mul_(a).add_(grey, alpha=b); shift += c + .5  # the conversion below cuts off: half a level makes it the nearest
     x.add_(shift).clamp_(0, 255)
     return torch.from_numpy(x.numpy().astype(np.uint8))  # NumPy's conversion to eight bits is several times faster than PyTorch's

@@ -70,32 +70,39 @@ def box(left:float, top:float, right:float, bottom:float)->np.ndarray: # points,
     "Upright rectangle."
     return poly((left,top), (right,top), (right,bottom), (left,bottom))
 
-# %% ../nbs/07a_world.ipynb #0df7010b
-def side(u): return -1 if u(0, 1) < .5 else 1
+# %% ../nbs/07a_world.ipynb #e6d2351b
+def side(u):
+    "Left or right, -1 or 1."
+    return -1 if u(0, 1) < .5 else 1
 
 def anchor(u):
+    "Parts of an anchor, its proportions drawn by `u`."
     h, w, t, bar = u(.75,1), u(.5,.75), u(.14,.22), u(.55,.8)
     fluke = poly((w*1.2,h-w*.75), (w*.62,h-w*.6), (w*.95,h-w*1.15))
     return [(0, band([(0,-h*.6), (0,h)], t)), (0, arc(0, h-w, w, t, .12*math.pi, .88*math.pi)), (1, band([(-w*bar,-h*.38), (w*bar,-h*.38)], t*.9)),
             (2, arc(0, -h*.6-.16, .16, t*.6)), (0, fluke), (0, fluke*[-1,1])]
 
 def boat(u):
+    "Parts of a boat, its proportions drawn by `u`."
     w, deep, mast, x, keel = u(.75,1), u(.28,.42), u(.9,1.3), u(-.15,.15), u(.55,.75)
     return [(2, band([(x,.45), (x,.45-mast)], .07)), (1, poly((x+.06,.3), (x+.06,.4-mast), (x+w*u(.55,.85),.3))),
             (1, poly((x-.07,.3), (x-.07,.55-mast), (x-w*u(.4,.7),.3))), (0, poly((-w,.4), (w,.4), (w*keel,.4+deep), (-w*keel,.4+deep)))]
 
 def bottle(u):
+    "Parts of a bottle, its proportions drawn by `u`."
     w, s, neck = u(.26,.42), u(-.35,-.1), u(.09,.15)
     right = [(neck,-.8), (neck,s-.18), (w*.8,s), (w,s+.2), (w,1)]
     return [(0, poly(*right, *[(-x,y) for x,y in right[::-1]])), (2, box(-neck*1.3,-1,neck*1.3,-.78)), (1, box(-w,u(.15,.35),w,u(.6,.85)))]
 
 def butterfly(u):
+    "Parts of a butterfly, its proportions drawn by `u`."
     a, b, turn, low, body = u(.42,.6), u(.26,.38), u(.3,.6), u(.75,1), u(.5,.65)
     wings = [(0, disc(.5, -.32, a, b, -turn)), (1, disc(.38, .38, a*.7, b*low, turn)), (2, disc(.58, -.34, b*.45)), (2, band([(0,-.45), (.22,-.85)], .05))]
     return wings + [(m, q*[-1,1]) for m,q in wings] + [(2, disc(0, 0, .08, body))]
 
-# %% ../nbs/07a_world.ipynb #90e0447e
+# %% ../nbs/07a_world.ipynb #bce7a729
 def car(u):
+    "Parts of a car, its proportions drawn by `u`."
     h, roof, x, r = u(.22,.34), u(.25,.4), u(-.1,.15), u(.17,.24)
     top, sill = .2-h-roof, .2-h
     body = poly((-1,.2), (-.95,.2-h*.6), (-.55+x,sill), (.55,sill), (.95,.2-h*.5), (1,.2), (1,.35), (-1,.35))
@@ -104,35 +111,41 @@ def car(u):
     return [(0, body), (0, poly((-.6+x,sill+.02), (-.35+x,top), (.3+x,top), (.6+x,sill+.02))), *[(1, q) for q in glass], *wheels]
 
 def chair(u):
+    "Parts of a chair, its proportions drawn by `u`."
     w, t, back, seat, splay = u(.4,.55), u(.09,.14), u(.8,1.1), u(.05,.2), u(.1,.2)
     slats = [(1, box(-w*.8, seat-back*f-t, w*.8, seat-back*f+t*.4)) for f in ((.85,.5) if u(0,1) < .5 else (.9,.6,.3))]
     right = [(0, band([(w*.85,seat-back), (w*.85,seat)], t)), (0, band([(w*.7,seat), (w*.7+splay,1)], t))]
     return right + [(m, q*[-1,1]) for m,q in right] + slats + [(2, box(-w*1.1, seat-t, w*1.1, seat+t))]
 
 def cup(u):
+    "Parts of a cup, its proportions drawn by `u`."
     w, h, foot, s = u(.45,.62), u(.5,.7), u(.55,.95), side(u)
     return [(1, arc(s*w*.95, 0, h*u(.45,.6), u(.11,.17))), (0, poly((-w,-h), (w,-h), (w*foot,h), (-w*foot,h))),
             (2, disc(0, -h, w, w*u(.18,.28))), (1, box(-w*foot*.98, h*.5, w*foot*.98, h*.72))]
 
 def fish(u):
+    "Parts of a fish, its proportions drawn by `u`."
     h, tail, s = u(.32,.5), u(.3,.5), side(u)
     parts = [(1, poly((.5,0), (1,-tail), (.85,0), (1,tail))), (1, poly((-.15,-h*.8), (.2,-h-u(.2,.35)), (.35,-h*.5))), (1, poly((0,h*.7), (.2,h+.25), (.3,h*.5))),
              (0, disc(-.15, 0, .72, h)), (2, arc(-.75, 0, .42, .06, -.7, .7)), (2, disc(-.58, -h*.25, .09))]
     return [(m, q*[s,1]) for m,q in parts]
 
-# %% ../nbs/07a_world.ipynb #2f4af97b
+# %% ../nbs/07a_world.ipynb #88fb425b
 def flower(u):
+    "Parts of a flower, its proportions drawn by `u`."
     n, r, start = int(u(5,9)), u(.48,.6), u(0,6.3)
     wide, a = u(.8,1.1)*r*math.sin(math.pi/n), start + np.arange(n)*2*math.pi/n
     return [(0, disc(r*math.cos(o), r*math.sin(o), .4, wide, o)) for o in a] + [(1, disc(0, 0, u(.22,.32))), (2, disc(0, 0, .12))]
 
 def gear(u):
+    "Parts of a gear, its proportions drawn by `u`."
     n, root, hub = int(u(7,13)), u(.68,.78), u(.25,.4)
     a = np.linspace(0, 2*math.pi, 8*n, endpoint=False)
     r = np.where(np.sin(a*n + .1) > 0, 1, root)
     return [(0, np.stack([r*np.cos(a), r*np.sin(a)], 1)), (1, arc(0, 0, hub+.12, .1)), (2, disc(0, 0, hub*.6))]
 
 def house(u):
+    "Parts of a house, its proportions drawn by `u`."
     w, h, eaves, d = u(.55,.8), u(.45,.65), u(.08,.2), u(.1,.15)
     x, ground = u(-.3,.3)*w, 2*h-.05
     windows = [(2, box(s*w*.58-d, .15, s*w*.58+d, .15+2*d)) for s in (-1,1)]
@@ -140,24 +153,28 @@ def house(u):
             *windows, (2, box(x-d*.9, ground-.55, x+d*.9, ground))]
 
 def key(u):
+    "Parts of a key, its proportions drawn by `u`."
     r, t, length, n, s = u(.28,.4), u(.11,.16), u(1.1,1.3), int(u(2,4)), side(u)
     neck, tip = 2*r-1, 2*r-1+length
     bits = [(1, poly((tip-.32*j-.1,0), (tip-.32*j,0), (tip-.32*j,s*y), (tip-.32*j-.1,s*y))) for j in range(n) for y in [u(.22,.36)]]
     return [(0, arc(r-1, 0, r*.8, r*.45)), (0, band([(neck-.2*r,0), (tip,0)], t)), *bits, (2, box(neck, -t, neck+.12, t))]
 
-# %% ../nbs/07a_world.ipynb #ec147fa9
+# %% ../nbs/07a_world.ipynb #ac6c7581
 def lamp(u):
+    "Parts of a lamp, its proportions drawn by `u`."
     top, low, h, foot = u(.22,.4), u(.6,.8), u(.6,.8), u(.35,.5)
     return [(2, band([(0,-.3), (0,.9)], u(.08,.14))), (1, disc(0, u(.25,.5), u(.15,.25), u(.2,.3))),
             (0, poly((-top,-1), (top,-1), (low,h-1), (-low,h-1))), (1, box(-foot, .86, foot, 1))]
 
 def mushroom(u):
+    "Parts of a mushroom, its proportions drawn by `u`."
     w, h, stem = u(.75,1), u(.55,.8), u(.17,.3)
     a = np.linspace(math.pi, 2*math.pi, 24)
     spots = [(2, disc(w*x, .05-h*y, u(.08,.13))) for x,y in ((-.5,.3), (0,.65), (.45,.35))]
     return [(1, poly((-stem*.8,0), (stem*.8,0), (stem*1.2,.9), (-stem*1.2,.9))), (0, np.stack([w*np.cos(a), .05+h*np.sin(a)], 1)), *spots, (1, disc(0, .05, w*.98, .09))]
 
 def snail(u):
+    "Parts of a snail, its proportions drawn by `u`."
     wide, s, turns = .9*u(.9,1.3), side(u), u(1.6,2.3)
     a = np.linspace(.4, 2*math.pi*turns, 60)
     r = .47*a/a[-1]
@@ -166,6 +183,7 @@ def snail(u):
     return [(m, q*[s,1]) for m,q in parts]
 
 def tree(u):
+    "Parts of a tree, its proportions drawn by `u`."
     n, trunk, w = int(u(2,5)), u(.08,.15), u(.5,.75)
     y = np.linspace(-1, .55, n+1)
     tiers = [(i%2, poly((0,y[i]-.18), (w*(1+(i+1)/n)/2,y[i+1]), (-w*(1+(i+1)/n)/2,y[i+1]))) for i in range(n)]
@@ -203,15 +221,20 @@ def noise(seed:int,       # of the world
     i, j = (((o + 16)*TILE).astype(np.int32) & (TILE - 1) for o in (u, v))
     return noise_tiles(seed)[tile].take(j*TILE + i)
 
-# %% ../nbs/07a_world.ipynb #d56cc2fa
+# %% ../nbs/07a_world.ipynb #c5ea4890
 def soft(x:np.ndarray, # signed distance to an edge
          slope:float   # of the edge: large is sharp
         )->np.ndarray: # in [0, 1]
     "A step with a soft edge, so that patterns do not alias."
     return np.clip(.5 + slope*x, 0, 1)
 
-def wave(x): return np.sin(2*math.pi*x)
-def frac(x): return x - np.floor(x)
+def wave(x):
+    "Sine of period 1."
+    return np.sin(2*math.pi*x)
+
+def frac(x):
+    "What is behind the point."
+    return x - np.floor(x)
 
 def bricks(a:np.ndarray, b:np.ndarray)->np.ndarray: # in [0, 1]
     "1 on bricks, 0 on mortar; every other row is shifted by half a brick."
