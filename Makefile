@@ -47,6 +47,7 @@ bench: $(READY)  ## speed against the textbook and peers, side by side in one ru
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS),bench]'
 	@mkdir -p $(OUT)
 	papermill nbs/bench/components.ipynb $(OUT)/bench_components.ipynb --cwd nbs/bench
+	papermill nbs/bench/pipeline.ipynb $(OUT)/bench_pipeline.ipynb --cwd nbs/bench
 
 clean:  ## remove what jobs and builds wrote; datasets, runs and .venv stay
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .hypothesis _proc _docs
