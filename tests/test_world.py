@@ -92,11 +92,6 @@ def _session(stat_file):
     try: return int(stat_file.read_text().rpartition(')')[2].split()[3])
     except (OSError, IndexError): return None # ended meanwhile
 
-def test_two_callers_at_once(world, tmp_path):
-    runs = [start(tmp_path/'world') for _ in range(2)]
-    for run in runs: _, err = run.communicate(timeout=120); assert run.returncode == 0, err
-    assert images(tmp_path/'world') == images(world)
-
 def test_unguarded_script_is_told_so(tmp_path):
     "A script without `if __name__ == '__main__':` ends with a sentence; it must not hang."
     (tmp_path/'script.py').write_text(CALL.format(root=str(tmp_path/'world'), processes=2, sizes=SMALL))
