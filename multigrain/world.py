@@ -222,7 +222,7 @@ def noise(seed:int,       # of the world
     i, j = (((o + 16)*TILE).astype(np.int32) & (TILE - 1) for o in (u, v))
     return noise_tiles(seed)[tile].take(j*TILE + i)
 
-# %% ../nbs/07a_world.ipynb #d56cc2fa
+# %% ../nbs/07a_world.ipynb #a1957e9d
 def soft(x:np.ndarray, # signed distance to an edge
          slope:float   # of the edge: large is sharp
         )->np.ndarray: # in [0, 1]
@@ -249,7 +249,7 @@ TEXTURES = { # pattern at (a, b) with noise n there -> [0, 1]
     'checks':   lambda a, b, n: soft(wave(a)*wave(b), 4),
     'dots':     lambda a, b, n: soft(.09 - (frac(a)-.5)**2 - (frac(b)-.5)**2, 12),
     'bricks':   lambda a, b, n: bricks(a, b),
-    'marble':   lambda a, b, n: soft(wave(.5*a + 4*n), .6),
+    'marble':   lambda a, b, n: soft(wave(.5*a + 1.5*n), 1),
     'blotches': lambda a, b, n: soft(n - .5, 12)}
 
 # %% ../nbs/07a_world.ipynb #32434842
@@ -622,8 +622,8 @@ def draw(seed:int, # of the world
     return [original, *[jpeg_copy(strong_copy(im, rng(k)), 75) for k in range(1, 2 + a%2)],
             *[jpeg_copy(crop_copy(im, o, rng(100 + o))) for o in CROPS], *[jpeg_copy(im, o) for o in QUALITIES]]
 
-# %% ../nbs/07a_world.ipynb #3d96c902
-FORMAT = 1 # changes when the same seed draws other images
+# %% ../nbs/07a_world.ipynb #1859c1a4
+FORMAT = 2 # changes when the same seed draws other images
 
 def world_root()->Path: # may not exist yet
     "`data/world` of the project around the current folder, or else of the current folder."
@@ -648,22 +648,28 @@ def alone(root:Path): # exists
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
-# %% ../nbs/07a_world.ipynb #9d3cef18
-def read_manifest(root:Path)->dict: # empty if there is none
-    "What `world.json` says."
-    file = root/'world.json'
-    if not file.exists(): return {}
+# %% ../nbs/07a_world.ipynb #0f14f17d
+def read_manifest(root:Path # folder of the world
+                 )->dict:   # empty for a new or empty folder
+    "What `world.json` says; a folder that holds something else is refused."
+    if root.exists() and not root.is_dir(): raise ValueError(f'root={str(root)!r} is a file: give a folder')
+    # listed before world.json is looked for: as that is the first file of a world, another process that starts one is never taken for a stranger
+    used, file = root.exists() and any(o.name[0] != '.' for o in root.iterdir()), root/'world.json'
+    if not file.exists():
+        if used: raise ValueError(f'root={str(root)!r} holds other files: give a new or empty folder')
+        return {}
     try: found = json.loads(file.read_text()); found['format'], found['parameters'], found['complete']; return found
     except (ValueError, KeyError, TypeError) as e:
         raise ValueError(f'root={str(root)!r} holds a damaged world.json: delete the folder, or choose another') from e
 
-def check_same(root:Path, found:dict, parameters:dict)->None:
-    "Refuse a folder that holds something else."
-    if root.exists() and not root.is_dir(): raise ValueError(f'root={str(root)!r} is a file: give a folder')
-    if not found and root.exists() and any(o.name != '.lock' for o in root.iterdir()):
-        raise ValueError(f'root={str(root)!r} holds other files: give a new or empty folder')
-    have = dict(found.get('parameters', parameters), format=found.get('format', FORMAT))
-    other = [f'{k}={have.get(k)} (not {v})' for k, v in dict(parameters, format=FORMAT).items() if have.get(k) != v]
+def check_same(root:Path,       # folder of the world
+               found:dict,      # its manifest
+               parameters:dict  # asked for
+              )->None:
+    "Refuse a folder that holds another world."
+    if not found: return
+    have, want = dict(found['parameters'], format=found['format']), dict(parameters, format=FORMAT)
+    other = [f'{k}={have.get(k)} (not {v})' for k, v in want.items() if have.get(k) != v]
     if other: raise ValueError(f'root={str(root)!r} holds another world, with {", ".join(other)}: give another root, or delete that one')
 
 # %% ../nbs/07a_world.ipynb #b1e8c6f7
@@ -695,22 +701,25 @@ def write_all(root:Path, seed:int, todo:list, processes:int, bar)->None:
         raise RuntimeError(f'processes={processes}: a drawing process ended early. {UNGUARDED}') from e
     finally: pool.shutdown(cancel_futures=True)
 
-# %% ../nbs/07a_world.ipynb #d74cb16e
+# %% ../nbs/07a_world.ipynb #569e76fb
 README = '''# The MultiGrain embedded world: SYNTHETIC images
 Drawn by `multigrain.world.make_world`, not photographed. Results on them say that a program works, not how good a network is on photographs.
 The folders have the layouts of ImageNet (train, val), Holidays, UKBench and Copydays, but the images are not those of these sets and there are fewer.
 world.json holds the parameters; the same parameters draw the same images.
 '''
 
-def finish(root:Path, parameters:dict, names:list, complete:bool)->None:
-    "Write the page about the world, and what it holds."
-    put(root/'README.md', README.encode())
-    parent = lambda f: f.split('/')[0] if not f.startswith('copydays') else '/'.join(f.split('/')[:2])
-    manifest = dict(format=FORMAT, synthetic=True, parameters=parameters, counts=Counter(map(parent, names)), classes=[*KINDS][:parameters['n_classes']],
+def mark(root:Path,       # folder of the world
+         parameters:dict, # asked for
+         names:list,      # files of the whole world
+         complete:bool    # are they all there?
+        )->None:
+    "Write `world.json`: what the world holds, and whether it is complete."
+    part = lambda f: '/'.join(f.split('/')[:2 if f.startswith('copydays') else 1])
+    manifest = dict(format=FORMAT, synthetic=True, parameters=parameters, counts=Counter(map(part, names)), classes=[*KINDS][:parameters['n_classes']],
                     versions=dict(numpy=np.__version__, pillow=PIL.__version__), complete=complete)
     put(root/'world.json', json.dumps(manifest, indent=1).encode())
 
-# %% ../nbs/07a_world.ipynb #3e6d76c3
+# %% ../nbs/07a_world.ipynb #0e8138c5
 def _write(root:Path, parameters:dict, todo:list, processes:int, progress:bool)->None:
     "Bring a folder to completion, alone."
     names = [f for job in todo for f in files(job)]
@@ -722,12 +731,13 @@ def _write(root:Path, parameters:dict, todo:list, processes:int, progress:bool)-
         check_same(root, found := read_manifest(root), parameters)
         left = lost()
         if found.get('complete') and not left: return # another process has done it
-        for o in root.rglob('.*.part'): o.unlink() # of a call that was killed
-        finish(root, parameters, names, False)
+        for o in root.rglob('.*.part'): o.unlink(missing_ok=True) # of a call that was killed
+        mark(root, parameters, names, False) # the first file: the folder is ours from here on
+        put(root/'README.md', README.encode())
         for o in {(root/f).parent for f in names}: o.mkdir(parents=True, exist_ok=True)
         with tqdm(total=len(names), initial=len(names) - sum(len(files(job)) for job in left), desc='draw the embedded world', unit=' images',
                   delay=2, mininterval=1, file=sys.__stderr__, disable=not progress) as bar: write_all(root, parameters['seed'], left, processes, bar)
-        finish(root, parameters, names, True)
+        mark(root, parameters, names, True)
 
 # %% ../nbs/07a_world.ipynb #e6f9b37e
 LIMITS = dict(n_classes=(2,len(KINDS)), n_train=(0,99999), n_val=(0,99999), n_holidays=(0,9000), n_ukbench=(0,25000), n_copydays=(0,8000),

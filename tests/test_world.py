@@ -92,6 +92,28 @@ def _session(stat_file):
     try: return int(stat_file.read_text().rpartition(')')[2].split()[3])
     except (OSError, IndexError): return None # ended meanwhile
 
+def test_callers_at_once(world, tmp_path):
+    "Some calls for one new folder, with the time between looking and writing stretched: one draws, the others wait for it."
+    slow = """import random, time, multigrain.world as w
+def late(f):
+    def g(*a): x = f(*a); time.sleep(random.uniform(0, .1)); return x
+    return g
+w.put, w.read_manifest = late(w.put), late(w.read_manifest)
+time.sleep(random.uniform(0, .3))
+"""
+    for i in range(3):
+        runs = [subprocess.Popen([sys.executable, '-c', slow + CALL.format(root=str(tmp_path/f'world{i}'), processes=2, sizes=SMALL)], stderr=subprocess.PIPE, text=True) for _ in range(3)]
+        for run in runs: _, err = run.communicate(timeout=120); assert run.returncode == 0, err
+        assert images(tmp_path/f'world{i}') == images(world)
+
+def test_manifest_is_the_first_and_the_last_file(tmp_path, monkeypatch):
+    "First, so that no other caller takes a new world for a stranger's folder; last, so that the mark of completion is true."
+    import multigrain.world as w
+    written, put = [], w.put
+    monkeypatch.setattr(w, 'put', lambda path, data: (written.append(path.name), put(path, data)))
+    make_world(tmp_path/'world', processes=1, progress=False, **SMALL)
+    assert written[0] == written[-1] == 'world.json' and written.count('world.json') == 2 and len(written) > 100
+
 def test_unguarded_script_is_told_so(tmp_path):
     "A script without `if __name__ == '__main__':` ends with a sentence; it must not hang."
     (tmp_path/'script.py').write_text(CALL.format(root=str(tmp_path/'world'), processes=2, sizes=SMALL))
