@@ -7,7 +7,7 @@ __all__ = ['PRESETS', 'SMOKE_WORLD', 'SUMS', 'Settings', 'settings', 'training_s
            'step_seed', 'NotFinite', 'Step', 'set_mode', 'check_precision', 'get_state', 'set_state', 'latest_state',
            'validate', 'train_step', 'Trainer', 'train', 'parse_arguments', 'main']
 
-# %% ../nbs/10_training.ipynb #c4f0bfc9
+# %% ../nbs/10_training.ipynb #39f2165a
 import json, math, os, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,9 +23,10 @@ from .loss import JointLoss
 from .margin import BETA_LR, MarginLoss
 from .model import MultiGrain, save
 from .runs import BadState, Run, alone, load_state, open_run, run_hash, runs_root, save_state
+from .transforms import FULL
 from .world import make_world, world_root
 
-# %% ../nbs/10_training.ipynb #07c4507a
+# %% ../nbs/10_training.ipynb #e3c228d5
 @dataclass(frozen=True)
 class Settings:
     "Parameters of a training, complete."
@@ -37,6 +38,7 @@ class Settings:
     learn_p:bool           # learn it?
     m:int                  # views of each image in a batch
     augmentation:str       # full, AA or crop
+    min_crop:float         # smallest share of an image that a view shows
     resolution:int         # side of the training views
     batch_size:int         # views in a step, over all processes
     iterations:int         # steps in an epoch
@@ -59,8 +61,8 @@ class Settings:
     bad:str                # an image that cannot be read: raise or skip
     seed:int
 
-# %% ../nbs/10_training.ipynb #5e6903a6
-_PAPER = dict(data='', trunk='resnet50', pretrained=False, lam=.5, p=3., learn_p=False, m=3, augmentation='full', resolution=224, batch_size=512, iterations=5005, epochs=120, lr=.2, drops=[30, 60, 90],
+# %% ../nbs/10_training.ipynb #2de636b3
+_PAPER = dict(data='', trunk='resnet50', pretrained=False, lam=.5, p=3., learn_p=False, m=3, augmentation='full', min_crop=FULL.scale[0], resolution=224, batch_size=512, iterations=5005, epochs=120, lr=.2, drops=[30, 60, 90],
               warmup=0., momentum=.9, weight_decay=1e-4, beta=1.2, beta_lr=BETA_LR, normalize='pairs', sampling='exact', batch_norm='local', gather=False, accumulate=1,
               precision='float32', compile=False, exact=True, bad='raise', seed=0)
 PRESETS = {
@@ -81,7 +83,7 @@ def _typed(name:str, value, wanted:type):
     if type(value) is wanted and value == value: return value # not nan
     raise TypeError(f'{name}={value!r} must be ' + {float: 'a number', int: 'a whole number', bool: 'True or False', str: 'text'}[wanted])
 
-# %% ../nbs/10_training.ipynb #d9b18686
+# %% ../nbs/10_training.ipynb #22fe523f
 _CHOICES = dict(augmentation=('full', 'AA', 'crop'), normalize=('pairs', 'active', 'triplets'), sampling=('exact', 'published'), batch_norm=('local', 'sync', 'frozen'),
                 precision=('float32', 'bfloat16', 'float16'), bad=('raise', 'skip'))
 _AT_LEAST = dict(m=1, resolution=1, batch_size=1, iterations=1, epochs=1, accumulate=1, seed=0, lr=0, warmup=0, momentum=0, weight_decay=0, beta_lr=0)
@@ -93,6 +95,7 @@ def _check(s:Settings)->Settings:
     for name, least in _AT_LEAST.items():
         if not least <= getattr(s, name) < math.inf: raise ValueError(f'{name}={getattr(s, name)} must be at least {least}')
     if not 0 <= s.lam <= 1: raise ValueError(f'lam={s.lam} must be between 0 (retrieval only) and 1 (classification only)')
+    if not 0 < s.min_crop <= 1: raise ValueError(f'min_crop={s.min_crop} must be above 0 and at most 1, the whole image')
     if not s.p > 0: raise ValueError(f'p={s.p} must be above 0: 1 is average pooling, 3 the paper')
     if s.m == 1 and s.lam < 1: raise ValueError(f'm=1 with lam={s.lam}: one view of each image makes no positive pair for the retrieval term; take m of at least 2, or lam=1')
     if s.batch_size < s.m: raise ValueError(f'batch_size={s.batch_size} is smaller than m={s.m}: a batch must hold all views of an image')
@@ -363,7 +366,7 @@ def _parts(loader, n:int, model, device):
         parts.append(to_device(batch, device, model.mean, model.std, channels_last=True))
         if len(parts) == n: yield parts; parts = []
 
-# %% ../nbs/10_training.ipynb #43b5666c
+# %% ../nbs/10_training.ipynb #989e8235
 class Trainer:
     "A process of a training: it learns, saves and continues."
     def __init__(self, s:Settings, run:Run|None, rank:int=0, world_size:int=1, workers:int=0, cache:bool=True, save_minutes:float=5., progress:bool=True, sets:tuple|None=None):
@@ -374,7 +377,7 @@ class Trainer:
         if s.lam > 0 and not self.images.classes: raise ValueError(f'data={s.data!r} has no classes, but lam={s.lam}: put the images into a folder for each class, or train with lam=0')
         self.step, self.net, self.optimizer, self.scaler = _build(s, len(self.images.classes), self.device, world_size)
         n, cache = _per_part(s, world_size), cache and 3*self.images.sizes.prod(1).sum() < 4e9
-        self.loader = train_loader(self.images, s.augmentation, s.resolution, n, s.m, s.iterations*s.accumulate, s.seed, workers, rank, world_size, cache, bad=s.bad, exact=s.exact)
+        self.loader = train_loader(self.images, s.augmentation, s.resolution, n, s.m, s.iterations*s.accumulate, s.seed, workers, rank, world_size, cache, bad=s.bad, exact=s.exact, params=FULL._replace(scale=(s.min_crop, 1.)))
         self.val_batches = test_loader(self.val, s.resolution, batch_size=max(1, min(256, n)), workers=workers, bad=s.bad, rows=np.arange(rank, len(self.val), world_size)) if len(self.images.classes) else []
         if cache: self.val_batches = list(self.val_batches) # small views, used after each epoch
         self.epoch, self.start, self.sums, self.metrics, self.skipped, self.saved = 0, 0, [0.]*len(SUMS), [], {}, time.monotonic()
@@ -529,9 +532,9 @@ def _launch(processes:int, request:dict)->None:
         words = [f'rank {o.stem}: {o.read_text()}' for o in sorted(Path(d).glob('*.error'))]
     raise RuntimeError(f'a training of {processes} processes ended early: ' + ('; '.join(words) or 'one of them died without a word (out of memory, or killed)') + '. Start the same command again to continue from the last state')
 
-# %% ../nbs/10_training.ipynb #e0e7e2e0
+# %% ../nbs/10_training.ipynb #f584977b
 def train(preset:str='mini',        # smoke, mini or paper: where the values come from that are None below
-          *, data=None, trunk=None, pretrained=None, lam=None, p=None, learn_p=None, m=None, augmentation=None, resolution=None, batch_size=None, iterations=None, epochs=None,
+          *, data=None, trunk=None, pretrained=None, lam=None, p=None, learn_p=None, m=None, augmentation=None, min_crop=None, resolution=None, batch_size=None, iterations=None, epochs=None,
           lr=None, drops=None, warmup=None, momentum=None, weight_decay=None, beta=None, beta_lr=None, normalize=None, sampling=None, batch_norm=None, gather=None,
           accumulate=None, precision=None, compile=None, exact=None, bad=None, seed=None, # see `Settings`
           name:str='',              # of the run; the preset if none is given
