@@ -22,11 +22,10 @@ $(READY): settings.ini setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(READY)  ## the toy study of the paper's supplement; a figure in out/
+demo: $(READY)  ## draws the embedded world, trains on it, shows the curves: out/train.ipynb
 	@mkdir -p $(OUT)
-	papermill nbs/05_toy_svm.ipynb $(OUT)/toy_svm.ipynb -p figure $(abspath $(OUT))/toy_svm.png
-	@echo "Figure:   $(OUT)/toy_svm.png"
-	@echo "Notebook: $(OUT)/toy_svm.ipynb"
+	papermill nbs/train.ipynb $(OUT)/train.ipynb -p lam 0.5
+	@echo "Curves and result: $(OUT)/train.ipynb; the run: runs/"
 
 test: $(READY)  ## package in sync, notebooks clean and running, pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
@@ -48,6 +47,8 @@ bench: $(READY)  ## speed against the textbook and peers, side by side in one ru
 	@mkdir -p $(OUT)
 	papermill nbs/bench/components.ipynb $(OUT)/bench_components.ipynb --cwd nbs/bench
 	papermill nbs/bench/pipeline.ipynb $(OUT)/bench_pipeline.ipynb --cwd nbs/bench
+	papermill nbs/bench/training.ipynb $(OUT)/bench_training.ipynb --cwd nbs/bench
+	papermill nbs/bench/embedding.ipynb $(OUT)/bench_embedding.ipynb --cwd nbs/bench
 
 clean:  ## remove what jobs and builds wrote; datasets, runs and .venv stay
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .hypothesis _proc _docs

@@ -61,13 +61,13 @@ class Settings:
     bad:str                # an image that cannot be read: raise or skip
     seed:int
 
-# %% ../nbs/10_training.ipynb #2de636b3
+# %% ../nbs/10_training.ipynb #0e5c836a
 _PAPER = dict(data='', trunk='resnet50', pretrained=False, lam=.5, p=3., learn_p=False, m=3, augmentation='full', min_crop=FULL.scale[0], resolution=224, batch_size=512, iterations=5005, epochs=120, lr=.2, drops=[30, 60, 90],
               warmup=0., momentum=.9, weight_decay=1e-4, beta=1.2, beta_lr=BETA_LR, normalize='pairs', sampling='exact', batch_norm='local', gather=False, accumulate=1,
               precision='float32', compile=False, exact=True, bad='raise', seed=0)
 PRESETS = {
     'paper': _PAPER,
-    'mini':  _PAPER | dict(data='world', trunk='mini', resolution=56, batch_size=96, iterations=33, epochs=28, lr=.1, drops=[16, 23], warmup=1.),
+    'mini':  _PAPER | dict(data='world', trunk='mini', m=2, min_crop=.25, resolution=56, batch_size=64, iterations=50, epochs=40, lr=.05, drops=[20, 32], warmup=2., weight_decay=5e-4),
     'smoke': _PAPER | dict(data='smoke', trunk='mini', resolution=32, batch_size=24, iterations=4, epochs=2, lr=.05, drops=[1])}
 
 # %% ../nbs/10_training.ipynb #e52ae128
