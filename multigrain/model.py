@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['Trunk', 'trunk_names', 'make_trunk', 'Output', 'MultiGrain', 'save', 'load', 'load_published']
 
-# %% ../nbs/08_model.ipynb #06635cd4
+# %% ../nbs/08_model.ipynb #3d2e39e0
 import copy, hashlib, importlib.util, json, math, os, re, warnings, zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import NamedTuple
@@ -67,7 +68,7 @@ class Trunk(NamedTuple):
     std:tuple=IMAGENET_STD           # same
     classifier:nn.Linear|None=None   # pretrained, on the average-pooled map
 
-# %% ../nbs/08_model.ipynb #ee57cae5
+# %% ../nbs/08_model.ipynb #4c3a4461
 class _Block(nn.Module):
     "Two convolutions and a shortcut; the first and the shortcut have the stride."
     def __init__(self, i, o, stride):
@@ -76,12 +77,18 @@ class _Block(nn.Module):
         self.a, self.b, self.skip = conv(i, o, 3, stride), conv(o, o, 3, 1), conv(i, o, 1, stride)
     def forward(self, x): return F.relu(self.b(F.relu(self.a(x))) + self.skip(x))
 
-def _mini(pretrained:bool # there are no such weights
-         )->Trunk:
+def _residual(name:str,       # of the trunk
+              widths:tuple,   # channels of the stem and of the blocks
+              strides:tuple,  # of the blocks; the stem has 2
+              pretrained:bool # there are no such weights
+             )->Trunk:
     "Residual trunk for small images."
-    if pretrained: raise ValueError("pretrained=True, but trunk='mini' has no pretrained weights: train it, or take trunk='lite0'")
-    stem = nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()
-    return Trunk(nn.Sequential(*stem, _Block(16, 32, 2), _Block(32, 64, 2), _Block(64, 128, 1)))
+    if pretrained: raise ValueError(f"pretrained=True, but trunk={name!r} has no pretrained weights: train it, or take trunk='lite0'")
+    stem = nn.Conv2d(3, widths[0], 3, 2, 1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()
+    return Trunk(nn.Sequential(*stem, *(_Block(*o) for o in zip(widths, widths[1:], strides))))
+
+_mini = partial(_residual, 'mini', (16, 32, 64, 128), (2, 2, 1))
+_small = partial(_residual, 'small', (24, 48, 96, 192), (1, 2, 2))
 
 # %% ../nbs/08_model.ipynb #be6f862b
 def _download(url:str,           # of the file
@@ -276,8 +283,8 @@ def _lite0(pretrained:bool # with the weights of the package?
         module.load_state_dict(dict(zip(module.state_dict(), state.values(), strict=True))) # other names, the same order
     return Trunk(module, (127/255,)*3, (128/255,)*3, classifier)
 
-# %% ../nbs/08_model.ipynb #0bfb5b1a
-_OWN = {'mini': _mini, 'lite0': _lite0, 'nasnetamobile': _nasnet_mobile, 'senet154': lambda pretrained: _timm_trunk('legacy_senet154', pretrained)}
+# %% ../nbs/08_model.ipynb #fa043f71
+_OWN = {'mini': _mini, 'small': _small, 'lite0': _lite0, 'nasnetamobile': _nasnet_mobile, 'senet154': lambda pretrained: _timm_trunk('legacy_senet154', pretrained)}
 
 def trunk_names()->list: # of text
     "All names that `make_trunk` knows; those of timm only if it is installed."
