@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['write_file', 'write_json', 'BadState', 'save_state', 'load_state', 'run_hash', 'runs_root', 'environment', 'Run',
-           'open_run', 'alone', 'list_runs', 'mean_interval', 'compare']
+           'open_run', 'alone', 'keep_notebook', 'list_runs', 'mean_interval', 'compare']
 
 # %% ../nbs/09_runs.ipynb #c5c0b383
 import fcntl, hashlib, json, os, platform, subprocess, sys, time
@@ -144,6 +144,21 @@ def alone(run:Run):
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e: raise RuntimeError(f'{run.folder} is being trained by another process: wait for it, or give another name') from e
         yield
+
+# %% ../nbs/09_runs.ipynb #bfc31623
+def _papermill_output(pid:int # of the process that started this kernel
+                     )->Path|None:
+    "The notebook that papermill writes, if it is papermill."
+    try: words, folder = Path(f'/proc/{pid}/cmdline').read_bytes().decode().split('\0'), Path(f'/proc/{pid}/cwd').resolve()
+    except (OSError, UnicodeDecodeError): return None # not Linux, or not ours
+    notebooks = [o for o in words if o.endswith('.ipynb')]
+    return folder/notebooks[1] if any('papermill' in o for o in words[:4]) and len(notebooks) > 1 and (folder/notebooks[1]).exists() else None
+
+def keep_notebook(run:Run)->bool: # was there one?
+    "Copy the notebook that papermill is executing into the run, as far as it has come."
+    if (file := _papermill_output(os.getppid())) is None: return False
+    write_file(run.folder/'train.ipynb', file.read_bytes())
+    return True
 
 # %% ../nbs/09_runs.ipynb #76443bad
 def list_runs(root=None # of the store; `runs_root()` if not given

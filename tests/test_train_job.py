@@ -31,6 +31,7 @@ def test_the_job(tmp_path):
     text = ''.join(''.join(o.get('text', '')) for o in outputs(tmp_path))
     assert 'top-1' in text and 'IN-aug' in text and runs[0].name in text
     assert any('image/png' in o.get('data', {}) for o in outputs(tmp_path))
+    assert (runs[0]/'train.ipynb').exists()
     state = (runs[0]/'epoch.safetensors').stat().st_mtime_ns
     code, err = papermill(tmp_path, '-p', 'lam', '0.5')
     assert code == 0 and (runs[0]/'epoch.safetensors').stat().st_mtime_ns == state and len(list((tmp_path/'runs').iterdir())) == 1
