@@ -96,10 +96,10 @@ def _forward(model:MultiGrain, # in evaluation mode
     out = model.head(torch.where(finite[None, :, None], pooled, 0.).flatten(0, 1)) # a whitening refuses NaN without knowing the image
     return *(None if o is None else o.view(len(ps), len(image), -1) for o in (out.embedding, out.logits)), finite
 
-# %% ../nbs/11_embed.ipynb #122635f6
+# %% ../nbs/11_embed.ipynb #6d68df5b
 class _Tracer(torch.fx.Tracer):
-    "Stops at convolutions and batch norms, also at those with a forward of their own."
-    def is_leaf_module(self, m, name): return isinstance(m, (nn.Conv2d, nn.BatchNorm2d)) or super().is_leaf_module(m, name)
+    "Looks only into modules that hold convolutions or batch norms, not into these themselves: what else they compute need not be traceable."
+    def is_leaf_module(self, m, name): return isinstance(m, (nn.Conv2d, nn.BatchNorm2d)) or not any(isinstance(o, (nn.Conv2d, nn.BatchNorm2d)) for o in m.modules())
 
 def _foldable(trunk:nn.Module # in evaluation mode
              )->list:         # names of (convolution, batch norm)
@@ -123,7 +123,7 @@ def _fold(trunk:nn.Module, # changed in place
         conv.weight, conv.bias = (nn.Parameter(o.detach().to(conv.weight.dtype), requires_grad=False) for o in (weight, bias))
         trunk.set_submodule(b, nn.Identity())
 
-# %% ../nbs/11_embed.ipynb #2b577fd0
+# %% ../nbs/11_embed.ipynb #e276e304
 @torch.inference_mode()
 def _difference(a:nn.Module, b:nn.Module, # two trunks in evaluation mode
                 stride:int                # of them
@@ -132,12 +132,13 @@ def _difference(a:nn.Module, b:nn.Module, # two trunks in evaluation mode
     like = next(a.parameters(), torch.empty(0))
     x = torch.randn(2, 3, 3*stride, 4*stride, generator=torch.Generator().manual_seed(0)).to(like)
     x, y = a(x), b(x)
-    return float((x - y).abs().max()/x.abs().max().clamp(min=1e-12))
+    return float((x - y).abs().max()/x.abs().max().clamp(min=1e-30))
 
 def _folded(trunk:nn.Module, stride:int)->tuple: # trunk, number of folded batch norms, difference, note
     "A copy with batch norms folded, or the trunk itself and the reason."
     kept = trunk, 0, 0.
-    try: _fold(changed := copy.deepcopy(trunk), pairs := _foldable(trunk))
+    # eval() again: some traced networks forget it when they are copied
+    try: _fold(changed := copy.deepcopy(trunk).eval(), pairs := _foldable(trunk))
     except Exception as e: return *kept, f'batch norm is not folded: the trunk cannot be traced ({(str(e).splitlines() or [type(e).__name__])[0]})'
     if not pairs: return *kept, 'nothing to fold: no batch norm follows a convolution'
     difference = _difference(trunk, changed, stride)
@@ -217,7 +218,7 @@ class Embeddings:
         "Exponents."
         return [float(p) for p in self.record['ps']]
 
-# %% ../nbs/11_embed.ipynb #b20a9d09
+# %% ../nbs/11_embed.ipynb #5d09eb1b
 def _protocol(self:Embeddings, p:float)->dict:
     "How the embeddings of one exponent were made, in the words of the evaluators."
     r = self.record
@@ -235,7 +236,9 @@ def _single(self:Embeddings)->At:
     "What the only exponent gives."
     if len(self.ps) > 1: raise ValueError(f'there are {len(self.ps)} exponents: choose one, as in result[{self.ps[0]:g}].embedding')
     return self[self.ps[0]]
-for _k in At._fields: setattr(Embeddings, _k, property(lambda self, k=_k: getattr(_single(self), k), doc=f'`result[p].{_k}` of the only exponent.'))
+Embeddings.embedding = property(lambda self: _single(self).embedding, doc='(n, d), of the only exponent.')
+Embeddings.logits = property(lambda self: _single(self).logits, doc='(n, classes) or None, of the only exponent.')
+Embeddings.protocol = property(lambda self: _single(self).protocol, doc='How the embeddings of the only exponent were made.')
 
 # %% ../nbs/11_embed.ipynb #8a66aa39
 def _make_array(path:Path, shape:tuple, dtype:str)->None:
@@ -378,15 +381,15 @@ def _together(f, rank:int, world:int):
         except Exception as e: error = e
     if error := _gather(error, world)[0]: raise error
 
-# %% ../nbs/11_embed.ipynb #3f9bad85
+# %% ../nbs/11_embed.ipynb #30a402b8
 @torch.inference_mode()
-def _compute(net:MultiGrain, record:dict, images:ImageSet, batches, store:_Store, bad:str, bar, save_seconds:float)->dict: # path -> reason
+def _compute(net:MultiGrain, record:dict, images:ImageSet, batches, store:_Store, bad:str, plain:bool, bar, save_seconds:float)->dict: # path -> reason
     "Embed batches into the store; rows that are not finite are refused or skipped."
     like, dtype, odd = next(net.parameters(), torch.empty(0)), getattr(torch, record['dtype']), {}
     ps = [float(p) for p in record['ps']]
     try:
         for rows, batch in batches:
-            image = to_device(batch, like.device, net.mean, net.std, channels_last=True).image
+            image = to_device(batch, like.device, net.mean, net.std, channels_last=not plain).image
             *out, good = _forward(net, image, ps, record['precision'])
             out = [None if o is None else o.to(dtype).cpu() for o in out]
             good = torch.stack([good.cpu()] + [o.isfinite().all(2).all(0) for o in out if o is not None]).all(0).numpy()
@@ -411,7 +414,7 @@ def _finish(store:_Store, skipped:dict, images:ImageSet, world:int)->dict: # pat
         raise ValueError(f'images={images.name}: not one of {len(images)} could be embedded, the first: {path} {reason}')
     return skipped
 
-# %% ../nbs/11_embed.ipynb #08f0b758
+# %% ../nbs/11_embed.ipynb #285c0c7b
 def _result(images:ImageSet, store:_Store, record:dict, skipped:dict, report:dict)->Embeddings:
     "What is done, as a result."
     rows = np.flatnonzero(store.done)
@@ -426,7 +429,7 @@ def _work(model, images, record, store, rank, world, bad, kind, seed, plain, com
     net, report = fast(model, plain, compile)
     batches = _batches(images, rows, record, skipped, kind, seed, bad=bad, **loading)
     with tqdm(total=len(rows), desc=f"embed {images.name} at {record['s']}", unit='img', file=sys.__stderr__, mininterval=1, delay=2, disable=rank > 0 or not progress) as bar:
-        odd = _compute(net, record, images, batches, store, bad, bar, save_seconds)
+        odd = _compute(net, record, images, batches, store, bad, plain, bar, save_seconds)
     return skipped | odd, report
 
 # %% ../nbs/11_embed.ipynb #a0f610fb
