@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['BENCHMARKS', 'Chosen', 'choose_p', 'show_p', 'poly_lr', 'FineTuned', 'finetune_p', 'show_finetuned', 'Opened',
-           'open_model', 'benchmark_names', 'open_benchmark', 'benchmark_scores', 'score_table', 'show_scores',
-           'whitened']
+           'open_model', 'world_of', 'benchmark_names', 'open_benchmark', 'check_benchmark', 'benchmark_scores',
+           'score_table', 'show_scores', 'whitened']
 
-# %% ../nbs/13_resolution.ipynb #9a3e7166
+# %% ../nbs/13_resolution.ipynb #e27cf037
 import copy, json, os, sys
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from numbers import Integral
@@ -27,16 +28,17 @@ from .model import MultiGrain, load, load_published, trunk_names
 from .runs import Run, runs_root
 from .training import PRESETS, SMOKE_WORLD, train, training_sets
 from .transforms import test_transform
-from .whiten import Whitening
+from .whiten import Whitening, _check_options
 from .world import make_world, world_root
 
-# %% ../nbs/13_resolution.ipynb #310cda15
+# %% ../nbs/13_resolution.ipynb #30390219
 class Chosen(NamedTuple):
     "Exponents that were chosen on IN-aug."
     p:dict       # s* -> p*
     table:object # pandas table of scores, a row for each p*, a column for each s*
     scores:dict  # (s*, p*) -> Score, with its interval and protocol
 
+# %% ../nbs/13_resolution.ipynb #03f16ae2
 def choose_p(model:MultiGrain,    # network
              images,              # labelled training images: ImageSet, or a folder of class folders
              s=224,               # resolution s*, or several
@@ -100,7 +102,7 @@ def _drawn(images:ImageSet, # labelled
     rows = [rng(0, c).permutation(np.flatnonzero(images.labels == c))[:per_class] for c in range(n_classes)]
     return rng(1).permutation(np.concatenate(rows))
 
-# %% ../nbs/13_resolution.ipynb #53149c2a
+# %% ../nbs/13_resolution.ipynb #9c599498
 def _plain_view(image, epoch, row, repetition, transform): return transform(image)
 
 @torch.no_grad()
@@ -109,13 +111,31 @@ def _maps(net:MultiGrain, images:ImageSet, rows:np.ndarray, s:int, square:bool, 
     device = next(net.parameters(), torch.empty(0)).device
     steps = [(0, [(int(i), 0)]) for i in rows]
     for batch in Loader(images, partial(_plain_view, transform=test_transform(s, square)), steps, bad=bad, workers=workers):
-        with torch.no_grad(): # the decorator of a generator would leak into the caller between two images
-            batch = to_device(batch, device, net.mean, net.std, channels_last=True)
-            if min(batch.image.shape[-2:]) < net.stride:
-                h, w = batch.image.shape[-2:]
-                raise BadImage(images.paths[int(batch.instance)], f'becomes {h} x {w} pixels at s={s}, and the trunk needs {net.stride} on each side: take a larger s, or square=True')
-            x = net.features(batch.image)
-        yield x, batch.label
+        batch = to_device(batch, device, net.mean, net.std, channels_last=True)
+        h, w = batch.image.shape[-2:]
+        if min(h, w) < net.stride:
+            raise BadImage(images.paths[int(batch.instance)], f'becomes {h} x {w} pixels at s={s}, and the trunk needs {net.stride} on each side: take a larger s, or square=True')
+        yield net.features(batch.image), batch.label
+
+# %% ../nbs/13_resolution.ipynb #65201aaa
+def _descend(net, pool, sgd, maps, labels)->float: # loss
+    "One step of gradient descent on the exponent."
+    loss = F.cross_entropy(net.head(torch.cat([pool(x) for x in maps])).logits, torch.cat(labels))
+    if not loss.isfinite(): raise ValueError(f'the loss is {float(loss.detach())} at p={float(pool.p.detach()):.4g}: check the weights of the model')
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+    return float(loss.detach())
+
+# %% ../nbs/13_resolution.ipynb #c0203e8a
+def _ready(model, lr, momentum, batch_size)->MultiGrain:
+    "A copy for inference, or one sentence."
+    if not isinstance(model, MultiGrain): raise TypeError(f'model is a {type(model).__name__}: give a MultiGrain')
+    if model.classifier is None: raise ValueError('model has no classifier, so it has no cross-entropy: build it with n_classes > 0, or choose p* with choose_p')
+    if not (isinstance(lr, (int, float)) and lr > 0): raise ValueError(f'lr={lr!r} must be above 0: the paper takes 0.005')
+    if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1): raise ValueError(f'momentum={momentum!r} must be from 0 to below 1: the paper takes 0.9')
+    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1: raise ValueError(f'batch_size={batch_size!r} must be a whole number, at least 1')
+    return fast(model)[0]
 
 # %% ../nbs/13_resolution.ipynb #467e36c5
 class FineTuned(NamedTuple):
@@ -142,25 +162,6 @@ def finetune_p(model:MultiGrain,      # with a classifier; it stays as it is
         curve.append((i, rate, float(pool.p.detach()), _descend(net, pool, sgd, *zip(*batch))))
     import pandas as pd
     return FineTuned(float(pool.p.detach()), pd.DataFrame(curve, columns=['step', 'lr', 'p', 'loss']))
-
-# %% ../nbs/13_resolution.ipynb #b149cae0
-def _ready(model, lr, momentum, batch_size)->MultiGrain:
-    "A copy for inference, or one sentence."
-    if not isinstance(model, MultiGrain): raise TypeError(f'model is a {type(model).__name__}: give a MultiGrain')
-    if model.classifier is None: raise ValueError('model has no classifier, so it has no cross-entropy: build it with n_classes > 0, or choose p* with choose_p')
-    if not (isinstance(lr, (int, float)) and lr > 0): raise ValueError(f'lr={lr!r} must be above 0: the paper takes 0.005')
-    if not (isinstance(momentum, (int, float)) and 0 <= momentum < 1): raise ValueError(f'momentum={momentum!r} must be from 0 to below 1: the paper takes 0.9')
-    if isinstance(batch_size, bool) or not isinstance(batch_size, Integral) or batch_size < 1: raise ValueError(f'batch_size={batch_size!r} must be a whole number, at least 1')
-    return fast(model)[0]
-
-def _descend(net, pool, sgd, maps, labels)->float: # loss
-    "One step of gradient descent on the exponent."
-    loss = F.cross_entropy(net.head(torch.cat([pool(x) for x in maps])).logits, torch.cat(labels))
-    if not loss.isfinite(): raise ValueError(f'the loss is {float(loss.detach())} at p={float(pool.p.detach()):.4g}: check the weights of the model')
-    sgd.zero_grad()
-    loss.backward()
-    sgd.step()
-    return float(loss.detach())
 
 # %% ../nbs/13_resolution.ipynb #2fa0f3c9
 def show_finetuned(curves:dict, # label -> FineTuned
@@ -231,11 +232,12 @@ def open_model(text:str='',          # '' (the newest run), a preset, a run, a f
     names = ['smoke', 'mini', *(run.folder.name for _, run in _complete_runs(root)), *(f'trunk:{o}' for o in trunk_names())]
     raise ValueError(f'model={text!r} is neither a folder, a file .pth, nor a run of {root} (did you mean {nearest(text, names)!r}?): papermill nbs/train.ipynb out.ipynb trains one')
 
-# %% ../nbs/13_resolution.ipynb #9c53a732
+# %% ../nbs/13_resolution.ipynb #cd51985b
 BENCHMARKS = 'val', 'imagenet', 'holidays', 'ukbench', 'copydays', 'in_aug'
 
-def _world(data:str)->Path: # folder
-    "The embedded world that belongs to what a model was trained on."
+def world_of(data:str # what a model was trained on
+            )->Path:  # folder
+    "The embedded world for it: that of the `smoke` preset, or the whole one."
     return make_world(world_root().with_name('smoke'), **SMOKE_WORLD) if data == 'smoke' else make_world()
 
 def _part(root, *names)->Path:
@@ -267,7 +269,7 @@ def _read_benchmark(name:str, root:Path, extra, rotations, incomplete:bool, seed
     if name == 'in_aug': return in_aug(image_folder(_part(root, 'train'), bad=bad), seed=seed)
     return image_folder(_part(root, 'val') if name == 'val' else name, incomplete=incomplete, bad=bad)
 
-# %% ../nbs/13_resolution.ipynb #2edb7cba
+# %% ../nbs/13_resolution.ipynb #0ef7d240
 def open_benchmark(name:str,               # one of `BENCHMARKS`, or a folder of images
                    root='',                # its folder, or one that holds several; '': the embedded world
                    data:str='world',       # what the model was trained on: where no root is given, val and in_aug come from there
@@ -284,12 +286,16 @@ def open_benchmark(name:str,               # one of `BENCHMARKS`, or a folder of
     if not root and name in ('val', 'in_aug') and data not in ('world', 'smoke'):
         learn, val = training_sets(data, bad)
         return val if name == 'val' else in_aug(learn, seed=seed)
-    if root or name not in BENCHMARKS: return _read_benchmark(name, Path(root), distractors or None, rotations or None, incomplete, seed, bad)
-    found = _read_benchmark(name, _world(data), distractors or None, rotations or None, True, seed, bad)
-    return found.take(slice(None), name=f'synthetic {data if data == "smoke" else "world"} {name}', missing=[], note='synthetic images') # all that the world has of it
+    world = root and (Path(root)/'world.json').exists() # written by make_world
+    if name not in BENCHMARKS or root and not world: return _read_benchmark(name, Path(root), distractors or None, rotations or None, incomplete, seed, bad)
+    found = _read_benchmark(name, Path(root) if world else (root := world_of(data)), distractors or None, rotations or None, True, seed, bad)
+    return found.take(slice(None), name=f'synthetic {Path(root).name} {name}', missing=[], note='synthetic images') # all that the world has of it
 
-# %% ../nbs/13_resolution.ipynb #abf57f2a
-def _check_question(model:MultiGrain, name:str, images:ImageSet)->None:
+# %% ../nbs/13_resolution.ipynb #714abbd7
+def check_benchmark(model:MultiGrain, # network
+                    name:str,         # as for `open_benchmark`
+                    images:ImageSet   # made by it
+                   )->None:
     "One sentence if this model cannot be scored on this benchmark."
     if name in ('holidays', 'ukbench', 'copydays', 'in_aug'): return
     if len(images) < 2: raise ValueError(f'dataset={images.name} holds {len(images)} image: a score needs at least two')
@@ -298,7 +304,7 @@ def _check_question(model:MultiGrain, name:str, images:ImageSet)->None:
     if model.classifier is None: raise ValueError(f'the model has no classifier, so it has no accuracy on {images.name}: give one with n_classes > 0, or score it by retrieval')
     if len(images.classes) != model.n_classes: raise ValueError(f'the classifier knows {model.n_classes} classes, but {images.name} has {len(images.classes)}: give the images of the classes it was trained on, or score it by retrieval')
 
-# %% ../nbs/13_resolution.ipynb #a86d9b47
+# %% ../nbs/13_resolution.ipynb #b839f291
 def benchmark_scores(model:MultiGrain, # network
                      name:str,         # as for `open_benchmark`: it decides about the protocol
                      images:ImageSet,  # made by `open_benchmark`
@@ -310,16 +316,18 @@ def benchmark_scores(model:MultiGrain, # network
                      **how             # options of `embed`: folder, bad, workers, precision, progress
                     )->list:           # of `Score`
     "Embed a benchmark and score it."
-    _check_question(model, name, images)
+    check_benchmark(model, name, images)
     classify = name in ('val', 'imagenet')
     found = embed(model, images, s, None if name == 'in_aug' else square, p, classify, seed=seed, **how)
     x, left, protocol = found.embedding, found.images, found.protocol | (stated or {})
-    if classify: return list(accuracy(found.logits, left.labels, [k for k in (1, 5) if k <= model.n_classes], protocol=protocol).values())
+    if classify:
+        scores = accuracy(found.logits, left.labels, [k for k in (1, 5) if k <= model.n_classes], protocol=protocol)
+        return [replace(o, protocol=dict(images=left.name) | o.protocol) for o in scores.values()]
     scorers = dict(holidays=holidays_map, ukbench=ukb_score, copydays=copydays_map, in_aug=in_aug_score)
     if name in scorers: return [scorers[name](x, left, protocol=protocol)]
     return list(retrieval_scores(x, left, [k for k in (1, 5, 10) if k < len(left)], protocol=protocol).values())
 
-# %% ../nbs/13_resolution.ipynb #ce278dc7
+# %% ../nbs/13_resolution.ipynb #5a86a808
 def score_table(scores:list # of `Score`
                ):           # pandas table
     "Scores with their intervals and protocols, one row each."
@@ -328,6 +336,7 @@ def score_table(scores:list # of `Score`
                  **{k: o.protocol.get(k) for k in ('s', 'square', 'p', 'whitening', 'rotations', 'ap', 'precision', 'left_out')}) for o in scores]
     return pd.DataFrame(rows).rename(columns=dict(s='s*', p='p*')).round(2)
 
+# %% ../nbs/13_resolution.ipynb #52a4db68
 def show_scores(scores:dict, # label -> list of `Score`, the same benchmarks in each
                 ax=None      # matplotlib axes; None: a new figure
                ):            # the axes
@@ -340,12 +349,12 @@ def show_scores(scores:dict, # label -> list of `Score`, the same benchmarks in 
         x, low, high = (100*np.array([get(o) for o in some])/best for get in (float, lambda o: o.interval[0], lambda o: o.interval[1]))
         error = np.nan_to_num(np.stack([x - low, high - x])).clip(0) # no interval: no bar
         ax.errorbar(x, np.arange(len(some)) + .2*(i - (len(scores) - 1)/2), xerr=error, fmt='o', ms=4, capsize=3, label=label)
-    ax.set_yticks(range(n), [f'{o.name} ({o.value:.3g} {o.unit})' if len(scores) == 1 else o.name for o in max(scores.values(), key=len)])
+    ax.set_yticks(range(n), [f'{o.name} ({o.value:.2f} {o.unit})' if len(scores) == 1 else o.name for o in max(scores.values(), key=len)])
     ax.set(xlabel='% of the best possible, with 95 % interval', xlim=(0, 102), ylim=(n - .5, -.5))
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc='lower center', bbox_to_anchor=(.5, 1), ncols=len(scores), frameon=False)
     return ax
 
-# %% ../nbs/13_resolution.ipynb #bfd866e3
+# %% ../nbs/13_resolution.ipynb #5e6c1f9c
 def whitened(model:MultiGrain,     # without a whitening; it stays as it is
              images,               # unlabelled: ImageSet or folder
              s:int=224,            # resolution s*
@@ -358,6 +367,7 @@ def whitened(model:MultiGrain,     # without a whitening; it stays as it is
     "A copy of a model with a whitening learned from images."
     if not isinstance(model, MultiGrain): raise TypeError(f'model is a {type(model).__name__}: give a MultiGrain')
     if model.whitening is not None: raise ValueError('model has a whitening already: give the one it was made from')
+    _check_options(dim, shrinkage)
     images = as_images(images, how.get('bad', 'raise'))
     if len(images) < 2: raise ValueError(f'images={images.name} holds {len(images)} image: a whitening needs at least two, better several times the {model.dim} dimensions')
     found = embed(model, images, s, square, p, **how)

@@ -273,7 +273,7 @@ def validate(model:MultiGrain, # network
         counts = [a + b for a, b in zip(counts, (len(hit), int(hit[:, 0].sum()), int(hit.any(1).sum())))]
     return dict(zip(('val_images', 'val_top1', 'val_top5'), map(int, _sum_over_ranks(counts, device))))
 
-# %% ../nbs/10_training.ipynb #da6bf712
+# %% ../nbs/10_training.ipynb #ab58d3d2
 @contextmanager
 def _finite(batch:Batch, images:ImageSet, epoch:int, step:int):
     "Say where it was that something was not finite."
@@ -284,13 +284,13 @@ def _finite(batch:Batch, images:ImageSet, epoch:int, step:int):
 
 def _finite_loss(joint)->float:
     "The value of a loss, if it is one."
-    term = lambda o: 'none' if o is None else f'{float(o):.4g}'
-    if math.isfinite(value := float(joint.loss)): return value
+    term = lambda o: 'none' if o is None else f'{o.item():.4g}'
+    if math.isfinite(value := joint.loss.item()): return value
     raise NotFinite(f'the loss is {value} (classification {term(joint.classification)}, retrieval {term(joint.retrieval)})')
 
 SUMS = 'steps', 'loss', 'classification', 'retrieval', 'correct', 'images', 'fallback', 'entropy'
 
-# %% ../nbs/10_training.ipynb #05455d63
+# %% ../nbs/10_training.ipynb #f2cb9b7d
 def train_step(net,           # `Step`, or its wrapper for several processes
                optimizer, scaler,
                parts:list,    # batches of this step, on the device
@@ -307,7 +307,7 @@ def train_step(net,           # `Step`, or its wrapper for several processes
             value = _finite_loss(joint)
             scaler.scale(joint.loss/n).backward()
         report = dict(fallback=0., entropy=0.) if joint.retrieval is None else (net.module if hasattr(net, 'module') else net).loss.margin.pairs.report()
-        new = [1/n, value/n, *(0. if o is None else float(o)/n for o in joint[1:3]), float(correct), len(batch.image), report['fallback']/n, report['entropy']/n]
+        new = [1/n, value/n, *(0. if o is None else o.item()/n for o in joint[1:3]), float(correct), len(batch.image), report['fallback']/n, report['entropy']/n]
         sums = [a + b for a, b in zip(sums, new)]
     for group in optimizer.param_groups: group['lr'] = group['base_lr']*lr_factor(epoch, step, s.iterations, s.drops, s.warmup)
     scaler.step(optimizer); scaler.update()
