@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRESETS', 'SMOKE_WORLD', 'SUMS', 'Settings', 'settings', 'training_sets', 'lr_factor', 'parameter_groups',
            'step_seed', 'NotFinite', 'Step', 'set_mode', 'check_precision', 'get_state', 'set_state', 'latest_state',
-           'validate', 'train_step', 'Trainer', 'train', 'parse_arguments', 'main']
+           'validate', 'train_step', 'Trainer', 'machine', 'train', 'parse_arguments', 'main']
 
 # %% ../nbs/10_training.ipynb #39f2165a
 import json, math, os, subprocess, sys, tempfile, threading, time
@@ -61,13 +61,13 @@ class Settings:
     bad:str                # an image that cannot be read: raise or skip
     seed:int
 
-# %% ../nbs/10_training.ipynb #0e5c836a
+# %% ../nbs/10_training.ipynb #dece4a99
 _PAPER = dict(data='', trunk='resnet50', pretrained=False, lam=.5, p=3., learn_p=False, m=3, augmentation='full', min_crop=FULL.scale[0], resolution=224, batch_size=512, iterations=5005, epochs=120, lr=.2, drops=[30, 60, 90],
               warmup=0., momentum=.9, weight_decay=1e-4, beta=1.2, beta_lr=BETA_LR, normalize='pairs', sampling='exact', batch_norm='local', gather=False, accumulate=1,
               precision='float32', compile=False, exact=True, bad='raise', seed=0)
 PRESETS = {
     'paper': _PAPER,
-    'mini':  _PAPER | dict(data='world', trunk='mini', m=2, min_crop=.25, resolution=56, batch_size=64, iterations=50, epochs=40, lr=.05, drops=[20, 32], warmup=2., weight_decay=5e-4),
+    'mini':  _PAPER | dict(data='world', trunk='mini', m=2, min_crop=.25, resolution=56, batch_size=64, iterations=50, epochs=32, lr=.05, drops=[18, 27], warmup=2., weight_decay=5e-4),
     'smoke': _PAPER | dict(data='smoke', trunk='mini', resolution=32, batch_size=24, iterations=4, epochs=2, lr=.05, drops=[1])}
 
 # %% ../nbs/10_training.ipynb #e52ae128
@@ -499,6 +499,26 @@ def _run_here(s:Settings, name:str, out, resume:bool, tensorboard:bool, rank:int
         if world_size > 1: dist.barrier()
     return t.run
 
+# %% ../nbs/10_training.ipynb #d068c89a
+@contextmanager
+def _threads(n:int|None):
+    "PyTorch with so many threads in here; None: as it is."
+    before = torch.get_num_threads()
+    if n: torch.set_num_threads(n)
+    try: yield
+    finally: torch.set_num_threads(before)
+
+def machine(preset:str,         # smoke, mini or paper
+            workers:int|None,   # None: 1 for mini, 4 for paper
+            threads:int|None    # None: 1 for the small presets
+           )->dict:
+    "What the preset takes of the machine where nothing else is asked for."
+    usual = dict(smoke=(0, 1), mini=(1 if (os.cpu_count() or 1) > 1 else 0, 1), paper=(4, None))[preset]
+    workers, threads = (usual[i] if o is None else _typed(name, o, int) for i, (name, o) in enumerate((('workers', workers), ('threads', threads))))
+    if workers < 0: raise ValueError(f'workers={workers} must be at least 0')
+    if threads is not None and threads < 1: raise ValueError(f'threads={threads} must be at least 1')
+    return dict(workers=workers, threads=threads)
+
 # %% ../nbs/10_training.ipynb #df47b241
 @contextmanager
 def _group():
@@ -532,7 +552,7 @@ def _launch(processes:int, request:dict)->None:
         words = [f'rank {o.stem}: {o.read_text()}' for o in sorted(Path(d).glob('*.error'))]
     raise RuntimeError(f'a training of {processes} processes ended early: ' + ('; '.join(words) or 'one of them died without a word (out of memory, or killed)') + '. Start the same command again to continue from the last state')
 
-# %% ../nbs/10_training.ipynb #f584977b
+# %% ../nbs/10_training.ipynb #1197aad0
 def train(preset:str='mini',        # smoke, mini or paper: where the values come from that are None below
           *, data=None, trunk=None, pretrained=None, lam=None, p=None, learn_p=None, m=None, augmentation=None, min_crop=None, resolution=None, batch_size=None, iterations=None, epochs=None,
           lr=None, drops=None, warmup=None, momentum=None, weight_decay=None, beta=None, beta_lr=None, normalize=None, sampling=None, batch_norm=None, gather=None,
@@ -541,7 +561,8 @@ def train(preset:str='mini',        # smoke, mini or paper: where the values com
           out=None,                 # folder of the store; `runs_root()` if not given
           resume:bool=True,         # continue the run, if it is there?
           processes:int=1,          # on this machine
-          workers:int=0,            # that make batches, for each process
+          workers:int|None=None,    # that make batches, for each process; None: see `machine`
+          threads:int|None=None,    # of the arithmetic of each process; None: see `machine`
           cache:bool=True,          # keep small sets decoded in memory?
           save_minutes:float=5.,    # between states in the middle of an epoch
           tensorboard:bool=False,   # write its files too?
@@ -553,7 +574,7 @@ def train(preset:str='mini',        # smoke, mini or paper: where the values com
     if tensorboard and not find_spec('tensorboard'): raise ValueError('tensorboard=True needs the package: pip install tensorboard, or leave it out (metrics.jsonl has the same numbers)')
     if (processes := _typed('processes', processes, int)) < 1: raise ValueError(f'processes={processes} must be at least 1')
     _per_part(s, int(os.environ.get('WORLD_SIZE', processes)))
-    how = dict(workers=_typed('workers', workers, int), cache=cache, save_minutes=_typed('save_minutes', save_minutes, float), progress=progress)
+    how = machine(preset, workers, threads) | dict(cache=cache, save_minutes=_typed('save_minutes', save_minutes, float), progress=progress)
     if resume and (run := _finished(s, name, out)): return run
     if processes > 1 and 'RANK' not in os.environ:
         check_precision(s.precision, torch.device('cuda' if torch.cuda.is_available() else 'cpu')) # mistakes are found before anything is started
@@ -562,7 +583,8 @@ def train(preset:str='mini',        # smoke, mini or paper: where the values com
         run = _open(s, name, out, resume, tensorboard, sets)
         _launch(processes, asdict(s) | dict(preset=preset, name=name, out=str(run.folder.parent), tensorboard=tensorboard) | how)
         return run
-    with _group() as (rank, world_size): return _run_here(s, name, out, resume, tensorboard, rank, world_size, **how)
+    threads = how.pop('threads')
+    with _group() as (rank, world_size), _threads(threads): return _run_here(s, name, out, resume, tensorboard, rank, world_size, **how)
 
 # %% ../nbs/10_training.ipynb #3fe57784
 def _value(text:str):
