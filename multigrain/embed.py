@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['P_RANGE', 'as_images', 'check_ps', 'fast', 'model_hash', 'At', 'Embeddings', 'embed', 'read_embeddings']
 
-# %% ../nbs/11_embed.ipynb #90a2f029
-import copy, fcntl, hashlib, json, math, os, sys, time
+# %% ../nbs/11_embed.ipynb #911a7525
+import copy, hashlib, json, math, os, sys, time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from .data import BadImage, ImageSet, image_folder, index_set
 from .gem import gem_many
 from .loading import copies_loader, size_batches, test_loader, to_device, view_sizes
 from .model import MultiGrain
-from .runs import write_file
+from .runs import alone, write_file
 from .training import check_precision
 from .transforms import _at_least, _one_of, image_tensor
 
@@ -318,17 +318,6 @@ class _Store:
         if self.folder: self.done.flush()
         self.pending, self.saved = [], time.monotonic()
 
-# %% ../nbs/11_embed.ipynb #73969329
-@contextmanager
-def _locked(folder:Path|None):
-    "Nobody else writes into the folder."
-    if folder is None: yield; return
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder/'.lock', 'a') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e: raise RuntimeError(f'folder={str(folder)!r} is being written by another process: wait for it, or give another folder') from e
-        yield
-
 # %% ../nbs/11_embed.ipynb #e5098516
 def _too_small(images:ImageSet, record:dict, stride:int, bad:str)->dict: # path -> reason
     "Images of which the trunk would leave nothing."
@@ -432,10 +421,10 @@ def _work(model, images, record, store, rank, world, bad, kind, seed, plain, com
         odd = _compute(net, record, images, batches, store, bad, plain, bar, save_seconds)
     return skipped | odd, report
 
-# %% ../nbs/11_embed.ipynb #a0f610fb
+# %% ../nbs/11_embed.ipynb #df8630a5
 def _in_folder(folder:Path, record:dict, images:ImageSet, rank:int, world:int, bad:str, work)->Embeddings:
     "Do the work in a folder, or find it done there."
-    with _locked(folder if rank == 0 else None):
+    with alone(folder) if rank == 0 else nullcontext(): # nobody else writes into the folder
         _together(lambda: _prepare(folder, record, images.paths), rank, world)
         manifest, report = _read_json(folder/'manifest.json'), {}
         if not manifest['complete']:

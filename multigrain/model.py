@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Trunk', 'trunk_names', 'make_trunk', 'Output', 'MultiGrain', 'save', 'load', 'load_published']
 
-# %% ../nbs/08_model.ipynb #3d2e39e0
+# %% ../nbs/08_model.ipynb #7b0a6ba5
 import copy, hashlib, importlib.util, json, math, os, re, warnings, zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 import safetensors, safetensors.torch, torch, torch.nn.functional as F
 from torch import Tensor, nn
+from .data import _whole
 from .gem import GeM, gem
 from .job import nearest
 from .transforms import IMAGENET_MEAN, IMAGENET_STD
@@ -428,21 +429,14 @@ class MultiGrain(_Head):
         pooled = torch.cat([pool(self.features(torch.stack([images[i] for i in rows]))) for rows in groups])
         return self.head(pooled[torch.tensor(sum(groups, [])).argsort().to(pooled.device)])
 
-# %% ../nbs/08_model.ipynb #8586fd64
+# %% ../nbs/08_model.ipynb #fd782650
 def _put(path:Path, # of the file
          data:bytes # its content
         )->None:
     "Write a file as a whole or not at all."
-    part = path.with_name(f'.{path.name}.{os.getpid()}.part')
     try:
-        with open(part, 'wb') as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as e:
-        part.unlink(missing_ok=True)
-        raise OSError(f'{path} cannot be written ({e.strerror}); what was there before is untouched') from e
+        with _whole(path) as file: file.write(data)
+    except OSError as e: raise OSError(f'{path} cannot be written ({e.strerror}); what was there before is untouched') from e
 
 # %% ../nbs/08_model.ipynb #2a82d47c
 def _digest(text:str,  # what the model is

@@ -198,7 +198,7 @@ def _of_folder(folder:Path)->Opened:
     about = json.loads((folder/'about.json').read_text()) if (folder/'about.json').exists() else {}
     return Opened(load(folder), about.get('name', folder.resolve().name), about.get('s', 224), about.get('data', 'world'))
 
-# %% ../nbs/13_resolution.ipynb #4e0f298d
+# %% ../nbs/13_resolution.ipynb #509622db
 def _complete_runs(root:Path)->list: # of (when, Run), the newest last
     "Runs of a store that are complete."
     found = []
@@ -211,7 +211,7 @@ def _complete_runs(root:Path)->list: # of (when, Run), the newest last
 def _newest(root:Path, progress:bool)->Opened:
     "The newest complete run, or the `mini` preset, trained here and now."
     if runs := _complete_runs(root): return _of_run(runs[-1][1])
-    print(f"{root} holds no complete run: the preset 'mini' is trained on the synthetic world, a minute or two. To choose, run papermill nbs/train.ipynb out.ipynb first, or pass model.", file=sys.__stderr__, flush=True)
+    print(f"{root} holds no complete run: the preset 'mini' is trained on the synthetic world, about three minutes. To choose, run papermill nbs/train.ipynb out.ipynb first, or pass model.", file=sys.__stderr__, flush=True)
     return _of_run(train('mini', out=root, progress=progress))
 
 # %% ../nbs/13_resolution.ipynb #a94e6c63

@@ -136,13 +136,15 @@ def open_run(name:str,        # for people; letters, digits, - _ .
     elif run.parameters != json.loads(json.dumps(parameters)): raise ValueError(f'{run.folder} holds a run with other parameters: delete it or give another name')
     return run
 
-# %% ../nbs/09_runs.ipynb #42fb32dd
+# %% ../nbs/09_runs.ipynb #c866368b
 @contextmanager
-def alone(run:Run):
-    "Hold the lock of a run, or say that somebody else has it."
-    with open(run.folder/'.lock', 'a') as f:
+def alone(folder # made if it is not there
+         ):
+    "Hold the lock of a folder, or say that somebody else has it."
+    (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
+    with open(folder/'.lock', 'a') as f:
         try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e: raise RuntimeError(f'{run.folder} is being trained by another process: wait for it, or give another name') from e
+        except BlockingIOError as e: raise RuntimeError(f'folder={str(folder)!r} is being written by another process: wait for it, or give another one') from e
         yield
 
 # %% ../nbs/09_runs.ipynb #bfc31623

@@ -6,9 +6,8 @@
 __all__ = ['FLAT_BYTES', 'GRAINS', 'choose_kind', 'train_ivf', 'Neighbours', 'tune_recall', 'copy_threshold', 'Hit', 'Hits',
            'Wanted', 'Part', 'Index', 'Asked', 'show_grains', 'plan']
 
-# %% ../nbs/15_search.ipynb #8c09b9ce
-import fcntl, hashlib, io, json, math, os, shutil, sys, time, warnings
-from contextlib import contextmanager
+# %% ../nbs/15_search.ipynb #2315ade1
+import hashlib, io, json, math, os, shutil, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from .data import BadImage, ImageSet, _stat, index_set, list_images, load_image
 from .embed import check_ps, embed, fast, model_hash
 from .evaluate import bootstrap
 from .model import MultiGrain, load, save
-from .runs import write_file
+from .runs import alone, write_file
 from .transforms import _at_least, _one_of, image_tensor, normalize, test_transform
 
 # %% ../nbs/15_search.ipynb #710acd33
@@ -249,7 +248,7 @@ def _check_free(folder:Path)->None:
     if folder.exists() and not folder.is_dir(): raise ValueError(f'folder={str(folder)!r} is a file: give a folder')
     if other := sorted(o.name for o in folder.glob('*') if not o.name.startswith(_OURS)): raise ValueError(f'folder={str(folder)!r} holds {other[0]}, which is no part of an index: give a folder of its own')
 
-# %% ../nbs/15_search.ipynb #29e9e53b
+# %% ../nbs/15_search.ipynb #0f316b84
 def _check_record(folder, found:dict, wanted:dict)->None:
     "One sentence if an index was made in another way than is wanted now."
     name = lambda o: f"{o['model']} {o['weights'][:8]}"
@@ -257,15 +256,6 @@ def _check_record(folder, found:dict, wanted:dict)->None:
         raise ValueError(f'folder={str(folder)!r} belongs to another model ({name(found)}), not to this one ({name(wanted)}): open it with its own model, or build an index in another folder')
     for k in ('s', 'square', 'p'):
         if k in wanted and wanted[k] != found[k]: raise ValueError(f'folder={str(folder)!r} was built with {k}={found[k]}, not {k}={wanted[k]}: ask with {k}={found[k]}, or build an index in another folder')
-
-@contextmanager
-def _alone(folder:Path):
-    "Nobody else changes the index."
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder/'.lock', 'a') as f:
-        try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e: raise RuntimeError(f'folder={str(folder)!r} is being changed by another process: wait for it, or give another folder') from e
-        yield
 
 # %% ../nbs/15_search.ipynb #c7a1a63c
 class Wanted(NamedTuple):
@@ -507,7 +497,7 @@ def _embed_distractors(images, model:MultiGrain, record:dict, folder:Path, fpr:f
     copy_threshold(np.zeros(len(part.rows)), fpr) # some may be bad
     return list(part.images.paths), _unit_rows(part.embeddings)
 
-# %% ../nbs/15_search.ipynb #70fe02cb
+# %% ../nbs/15_search.ipynb #66140d3e
 def _old(folder:Path)->Index|None: return Index(folder, _read_manifest(folder)) if (folder/'manifest.json').exists() else None
 
 def _none_left(wanted:Wanted, part:Part)->str:
@@ -517,7 +507,7 @@ def _none_left(wanted:Wanted, part:Part)->str:
 
 def _change(folder:Path, model:MultiGrain, about:dict, wanted:Wanted, others:bool, distractors=None, drop=(), progress:bool=True, **how)->None:
     "Bring an index to another state."
-    with _alone(folder):
+    with alone(folder): # nobody else changes the index
         old, how = _old(folder), how | dict(progress=progress)
         if old: _check_record(folder, old.manifest['record'], about['record'])
         elif model.name != 'custom': save(model, folder/'model')

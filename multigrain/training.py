@@ -351,12 +351,12 @@ def _epoch_metrics(s:Settings, step:Step, epoch:int, sums:list, counts:dict, dev
     if counts: line |= dict(val_top1=counts['val_top1']/counts['val_images'], val_top5=counts['val_top5']/counts['val_images'], val_images=counts['val_images'])
     return line | dict(images=int(total['images']))
 
-# %% ../nbs/10_training.ipynb #ff999644
-def _show(bar, s:Settings, epoch:int, step:int, sums:list):
+# %% ../nbs/10_training.ipynb #3744b36e
+def _show(bar, s:Settings, epoch:int, step:int, sums:list, beta:float):
     "Position, speed, loss terms and beta on the progress bar."
     bar.set_description(f'epoch {epoch + 1}/{s.epochs}, step {step + 1}/{s.iterations}', refresh=False)
     n = max(sums[0], 1e-9)
-    bar.set_postfix(dict(loss=f'{sums[1]/n:.3f}', ce=f'{sums[2]/n:.3f}', margin=f'{sums[3]/n:.3f}', top1=f'{100*sums[4]/max(sums[5], 1):.1f}%'), refresh=False)
+    bar.set_postfix(dict(loss=f'{sums[1]/n:.3f}', ce=f'{sums[2]/n:.3f}', margin=f'{sums[3]/n:.3f}', beta=f'{beta:.3f}', top1=f'{100*sums[4]/max(sums[5], 1):.1f}%'), refresh=False)
     bar.update(s.batch_size) # counts images, so its rate is images/s
 
 def _parts(loader, n:int, model, device):
@@ -404,7 +404,7 @@ def _resume(self:Trainer):
     if self.rank == 0: self.run.write_lines('metrics.jsonl', self.metrics)
 Trainer.resume = _resume
 
-# %% ../nbs/10_training.ipynb #24b87d85
+# %% ../nbs/10_training.ipynb #a07021c2
 def _time_to_save(self:Trainer)->bool:
     "Have `save_minutes` passed?"
     late = time.monotonic() - self.saved > 60*self.save_minutes
@@ -424,7 +424,7 @@ def _train_epoch(self:Trainer, bar):
         asked = time.monotonic(); parts = next(steps); waited += time.monotonic() - asked
         new = train_step(self.net, self.optimizer, self.scaler, parts, s, self.epoch, i, self.rank, self.images)
         self.sums, self.start = [a + b for a, b in zip(self.sums, new)], i + 1
-        if self.rank == 0: _show(bar, s, self.epoch, i, self.sums)
+        if self.rank == 0: _show(bar, s, self.epoch, i, self.sums, self.step.loss.margin.beta.item())
         if self.start < s.iterations and self.time_to_save(): self.save('step')
     seconds = time.monotonic() - begun
     return dict(epoch=self.epoch, seconds=seconds, images_per_second=(s.iterations - first)*s.batch_size/seconds, waiting=waited/seconds)
@@ -464,7 +464,7 @@ def _after_epoch(run:Run, timing:dict, line:dict):
         with SummaryWriter(run.folder/'tensorboard') as w:
             for k, v in line.items(): w.add_scalar(k, v, line['epoch'])
 
-# %% ../nbs/10_training.ipynb #451ffc2c
+# %% ../nbs/10_training.ipynb #1eea69dc
 def _open(s:Settings, name:str, out, resume:bool, tensorboard:bool, sets:tuple)->Run:
     "The folder of the run; a run on other data is refused."
     data = {part: o.record() for part, o in zip(('train', 'val'), sets)}
@@ -474,7 +474,7 @@ def _open(s:Settings, name:str, out, resume:bool, tensorboard:bool, sets:tuple)-
             raise ValueError(f'{run.folder} was trained on other images: {part} of data={s.data!r} has changed since; give another name')
     return run
 
-def _finish(t:Trainer)->dict:
+def _finish(t:Trainer)->None:
     "Write the network and the result."
     last = t.metrics[-1]
     result = {k: last[k] for k in ('loss', 'val_top1', 'val_top5', 'beta', 'p') if k in last} | dict(epochs=len(t.metrics))
@@ -493,7 +493,7 @@ def _run_here(s:Settings, name:str, out, resume:bool, tensorboard:bool, rank:int
     if rank == 0: t.run = _open(s, name, out, resume, tensorboard, sets)
     if world_size > 1: dist.barrier()
     if rank > 0: t.run = _open(s, name, out, True, tensorboard, sets)
-    with alone(t.run) if rank == 0 else nullcontext():
+    with alone(t.run.folder) if rank == 0 else nullcontext():
         t.fit()
         if rank == 0: _finish(t)
         if world_size > 1: dist.barrier()

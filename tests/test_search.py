@@ -117,7 +117,7 @@ def test_killed_while_embedding_and_resumed(tmp_path):
             assert child.poll() is None, child.communicate()[1]
             marks = list((tmp_path/'index').glob('.work-*/done.npy'))
             if marks and np.load(marks[0]).sum() >= 6: break
-        with pytest.raises(RuntimeError, match='is being changed by another process'): Index.build(photos, model(), tmp_path/'index', **HOW)
+        with pytest.raises(RuntimeError, match='is being written by another process'): Index.build(photos, model(), tmp_path/'index', **HOW)
         child.send_signal(signal.SIGKILL)
     finally:
         child.kill(); child.communicate()
