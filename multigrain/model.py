@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['Trunk', 'trunk_names', 'make_trunk', 'Output', 'MultiGrain', 'save', 'load', 'load_published']
 
-# %% ../nbs/08_model.ipynb #7b0a6ba5
-import copy, hashlib, importlib.util, json, math, os, re, warnings, zipfile
+# %% ../nbs/08_model.ipynb #573f0a49
+import copy, hashlib, importlib.util, json, math, re, warnings, zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import contextmanager

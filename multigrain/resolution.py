@@ -7,7 +7,7 @@ __all__ = ['BENCHMARKS', 'Chosen', 'choose_p', 'show_p', 'poly_lr', 'FineTuned',
            'open_model', 'world_of', 'benchmark_names', 'open_benchmark', 'check_benchmark', 'benchmark_scores',
            'score_table', 'show_scores', 'whitened']
 
-# %% ../nbs/13_resolution.ipynb #e27cf037
+# %% ../nbs/13_resolution.ipynb #82ce1bb7
 import copy, json, os, sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -20,13 +20,13 @@ import numpy as np, torch, torch.nn.functional as F
 from tqdm import tqdm
 from .data import BadImage, ImageSet, copydays, distractors as read_distractors, holidays, image_folder, imagenet, in_aug, join, ukbench
 from .embed import as_images, check_ps, embed, fast
-from .evaluate import Score, accuracy, copydays_map, holidays_map, in_aug_score, retrieval_scores, ukb_score
+from .evaluate import accuracy, copydays_map, holidays_map, in_aug_score, retrieval_scores, ukb_score
 from .gem import GeM
 from .job import nearest
 from .loading import Loader, to_device
 from .model import MultiGrain, load, load_published, trunk_names
 from .runs import Run, runs_root
-from .training import PRESETS, SMOKE_WORLD, train, training_sets
+from .training import SMOKE_WORLD, train, training_sets
 from .transforms import test_transform
 from .whiten import Whitening, _check_options
 from .world import make_world, world_root

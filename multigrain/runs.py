@@ -6,8 +6,8 @@
 __all__ = ['write_file', 'write_json', 'BadState', 'save_state', 'load_state', 'run_hash', 'runs_root', 'environment', 'Run',
            'open_run', 'alone', 'keep_notebook', 'list_runs', 'mean_interval', 'compare']
 
-# %% ../nbs/09_runs.ipynb #c5c0b383
-import fcntl, hashlib, json, os, platform, subprocess, sys, time
+# %% ../nbs/09_runs.ipynb #f8593581
+import fcntl, hashlib, json, os, platform, subprocess, time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 from .data import _whole
 
 # %% ../nbs/09_runs.ipynb #937df4df

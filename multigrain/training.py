@@ -7,7 +7,7 @@ __all__ = ['PRESETS', 'SMOKE_WORLD', 'SUMS', 'Settings', 'settings', 'training_s
            'step_seed', 'NotFinite', 'Step', 'set_mode', 'check_precision', 'get_state', 'set_state', 'latest_state',
            'validate', 'train_step', 'Trainer', 'machine', 'train', 'parse_arguments', 'main']
 
-# %% ../nbs/10_training.ipynb #39f2165a
+# %% ../nbs/10_training.ipynb #92cd1c7d
 import json, math, os, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np, torch, torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
-from .data import ImageSet, caltech101, cifar10, image_folder, imagenette, list_images
+from .data import ImageSet, caltech101, cifar10, image_folder, imagenette
 from .job import nearest
 from .loading import Batch, test_loader, to_device, train_loader
 from .loss import JointLoss
