@@ -3,12 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-EXTRAS ?= dev,lite0,timm
+EXTRAS ?= dev,lite0,timm,docs
 OUT    ?= out
+PRESET ?= mini
 TO     ?= .
+PORT   ?= 8866
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo test lab export readme bench clean
+.PHONY: help demo paper test lab app export readme bench docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -22,16 +24,23 @@ $(READY): settings.ini setup.py pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(READY)  ## draws the embedded world, trains on it, shows the curves: out/train.ipynb
+demo: $(READY)  ## the whole story in five minutes, on one page: out/demo.html
 	@mkdir -p $(OUT)
-	papermill nbs/train.ipynb $(OUT)/train.ipynb -p lam 0.5
-	@echo "Curves and result: $(OUT)/train.ipynb; the run: runs/"
+	papermill nbs/demo.ipynb $(OUT)/demo.ipynb -p lam 0.5 --no-progress-bar
+	@echo "Open $(OUT)/demo.html: the page; $(OUT)/demo.ipynb: the notebook behind it; runs/: the run"
+
+paper: $(READY)  ## every table and figure of the paper (PRESET=mini; PRESET=paper DATA=/folder for GPUs): out/paper.html
+	OMP_NUM_THREADS=1 $(BIN)/python -m multigrain.paper --preset $(PRESET) $(if $(DATA),--data $(DATA)) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DRY),--dry true)
+	$(if $(filter mini,$(PRESET)),$(if $(DRY),,$(BIN)/python -m nbconvert --to notebook --execute --inplace nbs/index.ipynb --log-level WARN && nbdev_clean --fname nbs/index.ipynb && $(MAKE) --no-print-directory readme))
 
 test: $(READY)  ## package in sync, notebooks clean and running, pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
 lab: $(READY)  ## JupyterLab on the notebooks, on localhost with its token
 	jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) nbs/index.ipynb
+
+app: $(READY)  ## both explorers without code, with Voila on localhost; PORT=8866 to choose the port
+	voila nbs/explore --Voila.ip=127.0.0.1 --port=$(PORT) --no-browser --classic-tree --VoilaExecutor.skip_cells_with_tag=static --TagRemovePreprocessor.remove_cell_tags=static
 
 export: $(READY)  ## notebooks -> package and README, then clean the notebooks
 	nbdev_export
@@ -49,6 +58,9 @@ bench: $(READY)  ## speed against the textbook and peers, side by side in one ru
 	papermill nbs/bench/pipeline.ipynb $(OUT)/bench_pipeline.ipynb --cwd nbs/bench
 	papermill nbs/bench/training.ipynb $(OUT)/bench_training.ipynb --cwd nbs/bench
 	papermill nbs/bench/embedding.ipynb $(OUT)/bench_embedding.ipynb --cwd nbs/bench
+
+docs: $(READY)  ## the documentation site from the notebooks, offline: _docs/index.html
+	$(BIN)/python nbs/docs/build.py _docs
 
 clean:  ## remove what jobs and builds wrote; datasets, runs and .venv stay
 	rm -rf $(OUT) build dist *.egg-info .pytest_cache .hypothesis _proc _docs

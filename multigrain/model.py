@@ -69,7 +69,7 @@ class Trunk(NamedTuple):
     std:tuple=IMAGENET_STD           # same
     classifier:nn.Linear|None=None   # pretrained, on the average-pooled map
 
-# %% ../nbs/08_model.ipynb #4c3a4461
+# %% ../nbs/08_model.ipynb #2b43f963
 class _Block(nn.Module):
     "Two convolutions and a shortcut; the first and the shortcut have the stride."
     def __init__(self, i, o, stride):
@@ -89,7 +89,7 @@ def _residual(name:str,       # of the trunk
     return Trunk(nn.Sequential(*stem, *(_Block(*o) for o in zip(widths, widths[1:], strides))))
 
 _mini = partial(_residual, 'mini', (16, 32, 64, 128), (2, 2, 1))
-_small = partial(_residual, 'small', (24, 48, 96, 192), (1, 2, 2))
+_small = partial(_residual, 'small', (16, 32, 64, 192), (2, 2, 1))
 
 # %% ../nbs/08_model.ipynb #be6f862b
 def _download(url:str,           # of the file

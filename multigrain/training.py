@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PRESETS', 'SMOKE_WORLD', 'SUMS', 'Settings', 'settings', 'training_sets', 'lr_factor', 'parameter_groups',
            'step_seed', 'NotFinite', 'Step', 'set_mode', 'check_precision', 'get_state', 'set_state', 'latest_state',
-           'validate', 'train_step', 'Trainer', 'machine', 'train', 'parse_arguments', 'main']
+           'validate', 'train_step', 'Trainer', 'machine', 'train', 'parse_pairs', 'parse_arguments', 'main']
 
 # %% ../nbs/10_training.ipynb #92cd1c7d
 import json, math, os, subprocess, sys, tempfile, threading, time
@@ -586,13 +586,15 @@ def train(preset:str='mini',        # smoke, mini or paper: where the values com
     threads = how.pop('threads')
     with _group() as (rank, world_size), _threads(threads): return _run_here(s, name, out, resume, tensorboard, rank, world_size, **how)
 
-# %% ../nbs/10_training.ipynb #3fe57784
+# %% ../nbs/10_training.ipynb #a10859ad
 def _value(text:str):
     "A number, True, None, a list, or the text itself."
     words = dict(true=True, false=False, none=None, null=None)
     if text.lower() in words: return words[text.lower()]
-    try: return json.loads(text)
-    except ValueError: return text
+    for read in (json.loads, float): # .5 is not JSON
+        try: return read(text)
+        except ValueError: pass
+    return text
 
 def _read_config(file:str)->dict:
     "Parameters from YAML or JSON."
@@ -604,20 +606,25 @@ def _read_config(file:str)->dict:
     if not isinstance(found, dict): raise ValueError(f'config={file!r} must hold parameters and their values')
     return found
 
-# %% ../nbs/10_training.ipynb #2bdeaaa1
-def parse_arguments(words:list # of the command line
-                   )->dict:    # parameters of `train`
-    "Parameters from --name value pairs and a --config file."
-    import inspect
-    known = [*inspect.signature(train).parameters, 'config']
-    given, words = {}, [part for o in words for part in (o.split('=', 1) if o.startswith('--') else [o])]
+# %% ../nbs/10_training.ipynb #b215c788
+def parse_pairs(words:list, # of the command line
+                known       # names there are
+               )->dict:     # name -> value
+    "Values from --name value pairs; --config FILE holds more of them, and what is on the line wins."
+    known, given, words = [*known, 'config'], {}, [part for o in words for part in (o.split('=', 1) if o.startswith('--') else [o])]
     for k, v in zip(words[::2], [*words[1::2], None]):
-        if not k.startswith('--') or v is None: raise ValueError(f'{k} is not a pair: write --name value, for example --lam 0.5')
+        if not k.startswith('--') or v is None: raise ValueError(f'{k} is not a pair: write --name value, for example --{known[0]} ...')
         given[k[2:].replace('-', '_')] = _value(v)
     if 'config' in given: given = _read_config(str(given.pop('config'))) | given
     for k in given:
         if k not in known: raise ValueError(f'{k} is not a parameter (did you mean {nearest(k, known)}?)')
     return given
+
+def parse_arguments(words:list # of the command line
+                   )->dict:    # parameters of `train`
+    "Parameters of a training from the command line."
+    import inspect
+    return parse_pairs(words, inspect.signature(train).parameters)
 
 def main(words:list|None=None # of the command line
         )->int:               # exit code

@@ -34,18 +34,33 @@ def until(f, what, seconds=90):
         time.sleep(.2)
     raise AssertionError(f'{what} did not happen in {seconds} s')
 
-class Lab:
-    "A JupyterLab of its own on copies of the explorers, and a browser."
+class Server:
+    "A server of its own on copies of the explorers, and a browser."
     def __init__(self, home, browser):
         self.home, self.browser, self.port, self.token = home, browser, free_port(), os.urandom(16).hex()
-        shutil.copytree(ROOT/'nbs'/'explore', home/'nbs'/'explore', ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
-        shutil.copy(ROOT/'settings.ini', home) # so that runs, data and out are those of this folder
-        for name in ('settings', 'user', 'workspaces'): (home/name).mkdir()
+        if not (home/'settings.ini').exists():
+            shutil.copytree(ROOT/'nbs'/'explore', home/'nbs'/'explore', ignore=shutil.ignore_patterns('.ipynb_checkpoints'))
+            shutil.copy(ROOT/'settings.ini', home) # so that runs, data and out are those of this folder
+
+    def start(self, *command, **env):
+        env = os.environ | dict(JUPYTER_CONFIG_DIR=str(self.home/'config'), JUPYTER_RUNTIME_DIR=str(self.home/'runtime'), IPYTHONDIR=str(self.home/'ipython'), OMP_NUM_THREADS='1', OMP_WAIT_POLICY='PASSIVE') | env
+        self.log = self.home/f'{type(self).__name__}.log'
+        self.server = subprocess.Popen(command, cwd=self.cwd, env=env, stdout=open(self.log, 'w'), stderr=subprocess.STDOUT, start_new_session=True)
+
+    def close(self):
+        os.killpg(self.server.pid, signal.SIGTERM)
+        try: self.server.wait(20)
+        except subprocess.TimeoutExpired: os.killpg(self.server.pid, signal.SIGKILL); self.server.wait()
+
+class Lab(Server):
+    "JupyterLab."
+    def __init__(self, home, browser):
+        super().__init__(home, browser)
+        self.cwd = home
+        for name in ('settings', 'user', 'workspaces'): (home/name).mkdir(exist_ok=True)
         (home/'settings'/'overrides.json').write_text(json.dumps(SETTINGS))
-        env = os.environ | dict(JUPYTER_CONFIG_DIR=str(home/'config'), JUPYTER_RUNTIME_DIR=str(home/'runtime'), IPYTHONDIR=str(home/'ipython'), OMP_NUM_THREADS='1', OMP_WAIT_POLICY='PASSIVE')
-        self.server = subprocess.Popen([BIN/'jupyter', 'lab', '--no-browser', '--allow-root', '--ip=127.0.0.1', f'--port={self.port}', '--ServerApp.port_retries=0', f'--IdentityProvider.token={self.token}',
-            f'--ServerApp.root_dir={home}', f'--LabApp.app_settings_dir={home/"settings"}', f'--LabApp.user_settings_dir={home/"user"}', f'--LabApp.workspaces_dir={home/"workspaces"}'],
-            cwd=home, env=env, stdout=open(home/'lab.log', 'w'), stderr=subprocess.STDOUT, start_new_session=True)
+        self.start(BIN/'jupyter', 'lab', '--no-browser', '--allow-root', '--ip=127.0.0.1', f'--port={self.port}', '--ServerApp.port_retries=0', f'--IdentityProvider.token={self.token}',
+            f'--ServerApp.root_dir={home}', f'--LabApp.app_settings_dir={home/"settings"}', f'--LabApp.user_settings_dir={home/"user"}', f'--LabApp.workspaces_dir={home/"workspaces"}')
         until(lambda: self.get('api/status'), 'JupyterLab', 60)
 
     def get(self, path):
@@ -60,30 +75,59 @@ class Lab:
     def open(self, name):
         "A page with all cells of nbs/explore/<name>.ipynb run."
         page = self.browser.new_page(viewport=dict(width=1500, height=1500))
-        page.goto(f'http://127.0.0.1:{self.port}/lab/tree/nbs/explore/{name}.ipynb?token={self.token}')
+        page.goto(f'http://127.0.0.1:{self.port}/lab/workspaces/{name}/tree/nbs/explore/{name}.ipynb?token={self.token}') # a workspace of its own: no tab of another test
         page.wait_for_selector('.jp-Notebook .jp-Cell', timeout=60_000)
         until(lambda: self.ready(name), 'an idle and connected kernel')
         page.locator('.lm-MenuBar-itemLabel', has_text='Run').first.click()
         page.locator('.lm-Menu-itemLabel', has_text='Run All Cells').first.click()
-        until(lambda: no_error(page) or all(re.fullmatch(r'\[\d+\]:', o.strip()) for o in page.locator('.jp-CodeCell .jp-InputArea-prompt').all_inner_texts()), 'the end of all cells', 150)
+        prompts = lambda: page.locator('.jp-CodeCell .jp-InputArea-prompt').all_inner_texts()
+        try: until(lambda: no_error(page) or all(re.fullmatch(r'\[\d+\]:', o.strip()) for o in prompts()), 'the end of all cells', 240)
+        except AssertionError as e: screenshot(page, f'{name}_failed'); raise AssertionError(f"{e}; cells {prompts()}, kernels {[(o['path'], o['kernel']['execution_state'], o['kernel']['connections']) for o in self.get('api/sessions') or []]}") from e
         return page # until then the kernel would answer late: it runs one thing at a time
 
-    def close(self):
-        os.killpg(self.server.pid, signal.SIGTERM)
-        try: self.server.wait(20)
-        except subprocess.TimeoutExpired: os.killpg(self.server.pid, signal.SIGKILL); self.server.wait()
+class App(Server):
+    "What `make app` serves."
+    def __init__(self, home, browser):
+        super().__init__(home, browser)
+        self.cwd = home
+        recipe = subprocess.run(['make', '--no-print-directory', '-n', 'app', f'PORT={self.port}'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        self.start('sh', '-c', next(o for o in recipe.splitlines() if o.strip().startswith('voila ')), PATH=f'{BIN}{os.pathsep}{os.environ["PATH"]}')
+        until(lambda: self.read(''), 'the app', 60)
+
+    def read(self, path):
+        try: return urllib.request.urlopen(f'http://127.0.0.1:{self.port}/{path}', timeout=5).read().decode()
+        except OSError: return None
+
+    def open(self, name):
+        page = self.browser.new_page(viewport=dict(width=1500, height=1500))
+        page.goto(f'http://127.0.0.1:{self.port}/voila/render/{name}.ipynb', timeout=120_000)
+        return page
 
 @pytest.fixture(scope='module')
-def lab(tmp_path_factory):
+def browser():
     if reason := missing():
         if os.environ.get('CI_REQUIRE_BROWSER') == '1': pytest.fail(reason)
         pytest.skip(reason)
     from playwright.sync_api import sync_playwright
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=chromium(), args=ARGS)
-        lab = Lab(tmp_path_factory.mktemp('lab'), browser)
-        try: yield lab
-        finally: lab.close(); browser.close()
+        try: yield browser
+        finally: browser.close()
+
+@pytest.fixture(scope='module')
+def home(tmp_path_factory): return tmp_path_factory.mktemp('lab') # both servers work in it: what the one has drawn and indexed, the other finds
+
+@pytest.fixture(scope='module')
+def lab(home, browser):
+    lab = Lab(home, browser)
+    try: yield lab
+    finally: lab.close()
+
+@pytest.fixture(scope='module')
+def app(home, browser):
+    app = App(home, browser)
+    try: yield app
+    finally: app.close()
 
 def digest(page, css):
     "A hash of the bytes of a picture on the page."
@@ -102,7 +146,7 @@ def wait_text(page, css, *words, seconds=60): until(lambda: all(o in page.inner_
 def no_error(page):
     "No cell and no widget shows an error."
     assert page.locator('[data-mime-type="application/vnd.jupyter.error"], [data-mime-type="application/vnd.jupyter.stderr"]').all_inner_texts() == []
-    assert 'Error displaying widget' not in page.inner_text('.jp-Notebook')
+    assert 'Error displaying widget' not in page.inner_text('body')
 
 def key_to_picture(page, handle, img, key, n=21):
     "Milliseconds from a key press to the new picture, for each of n presses."
@@ -181,5 +225,134 @@ def test_heatmaps(lab, tmp_path):
     page.locator('.mg-png').click()
     wait_text(page, '.mg-message', 'saved as')
     assert list((lab.home/'out').glob('heatmap-*.png')) and len(list((lab.home/'out'/'uploads').iterdir())) == 1
+    no_error(page)
+    page.close()
+
+def face(page, css):
+    "What a picture that can be clicked shows: its words and a hash of its bytes."
+    return page.evaluate("""async css => { const o = document.querySelector(css), url = getComputedStyle(o).backgroundImage.slice(5, -2);
+        const bytes = new Uint8Array(await (await fetch(url)).arrayBuffer());
+        return [o.innerText, bytes.reduce((h, b) => (h*31 + b) >>> 0, bytes.length)] }""", css)
+
+def faces(page, group, n=6): return [face(page, f'.mg-{group}:nth-child({i + 1})') for i in range(n)]
+
+def query_of(page): return Path(page.locator('.mg-query input').input_value()).name
+
+def quiet(page): return page.inner_text('.mg-message').strip() == '' and not page.locator('.mg-bar').is_visible()
+
+def answer(page):
+    "The number of the answer that is shown, 0 before the first."
+    found = page.locator('.mg-numbers').count() and re.search(r'answer (\d+) took', page.inner_text('.mg-numbers'))
+    return int(found[1]) if found else 0
+
+def ask(page, act, what):
+    "Do something to the search explorer, and wait for the next answer."
+    before = answer(page)
+    act()
+    until(lambda: quiet(page) and answer(page) > before, what, 60)
+
+def test_search(lab, tmp_path):
+    page = lab.open('search')
+    page.wait_for_selector('.mg-thumb', timeout=90_000, state='attached')
+    until(lambda: quiet(page) and answer(page), 'the first answers')
+    assert len(list((lab.home/'data'/'gallery'/'images').iterdir())) > 170 # drawn when it was first needed
+    n = len(list((lab.home/'data'/'gallery'/'images').iterdir()))
+    wait_text(page, '.mg-numbers', f'{n} images', 'p* = 1,', 'not whitened', 'measured on 200')
+
+    page.locator('.mg-query input').fill(str(lab.home/'data'/'gallery'/'images'/'fish1-view1.jpg'))
+    ask(page, lambda: page.locator('.mg-query input').press('Enter'), 'answers to a path')
+    first = faces(page, 'instance')
+    assert all(re.match(r'[01]\.\d{3}', words) for words, _ in first) and len({picture for _, picture in first}) == 6 # six pictures with their similarities
+    similarities = [float(words[:5]) for words, _ in first]
+    assert similarities == sorted(similarities, reverse=True)
+    threshold = float(re.search(r'similarity above (\d\.\d+)', page.inner_text('.mg-about_copy'))[1])
+    copies = page.locator('.mg-copy:visible').all_inner_texts()
+    assert copies and all(float(o[:5]) > threshold for o in copies)
+    assert page.locator('.mg-instance.mg-above').count() == sum(o > threshold for o in similarities)
+    assert 'fish1-' in page.locator('.mg-instance').nth(0).get_attribute('title') # the same object
+    wait_text(page, '.mg-about_class', 'images of class', 'probability')
+    screenshot(page, 'search')
+
+    handle = '.mg-p .noUi-handle' # by keyboard
+    passes = lambda: int(re.search(r'so far: (\d+)', page.inner_text('.mg-numbers'))[1])
+    before = passes()
+    with changes(page, 'img.mg-picture'): ask(page, lambda: page.locator(handle).press('ArrowRight'), 'another exponent')
+    wait_text(page, '.mg-numbers', 'p* = 1.5')
+    assert [words for words, _ in faces(page, 'instance')] != [words for words, _ in first]
+    ask(page, lambda: page.locator(handle).press('ArrowLeft'), 'the exponent of before')
+    assert faces(page, 'instance') == first and passes() <= before + 2 # nobody looked at the folder again
+    key_to_picture(page, handle, 'img.mg-picture', 'ArrowRight', 5) # each exponent for the first time
+    until(lambda: quiet(page), 'peace')
+    times = key_to_picture(page, handle, 'img.mg-picture', 'ArrowLeft', 5)
+    record('search', key_to_picture_ms=round(statistics.median(times)), slowest_ms=round(max(times)), presses=len(times))
+    until(lambda: quiet(page) and 'p* = 1,' in page.inner_text('.mg-numbers') and faces(page, 'instance') == first, 'where we were')
+
+    ask(page, lambda: page.locator('.mg-whiten input').press('Space'), 'whitening')
+    wait_text(page, '.mg-numbers', ', whitened', 'measured on 100')
+    white = faces(page, 'instance')
+    assert white != first
+    ask(page, lambda: page.locator('.mg-k .noUi-handle').press('ArrowRight'), 'seven results')
+    assert page.locator('.mg-instance:visible').count() == 7
+    assert faces(page, 'instance') == white
+    ask(page, lambda: page.locator('.mg-whiten input').press('Space'), 'no whitening')
+
+    second = face(page, '.mg-instance:nth-child(2)'), Path(page.locator('.mg-instance').nth(1).get_attribute('title')).name
+    with changes(page, 'img.mg-asked'): ask(page, lambda: page.locator('.mg-instance').nth(1).click(), 'a result as the query')
+    assert query_of(page) == second[1]
+    page.locator('.mg-click button', has_text='compares').click()
+    with changes(page, 'img.mg-picture'): page.locator('.mg-instance').nth(3).click()
+    assert query_of(page) == second[1]
+    page.locator('.mg-page .noUi-handle').press('ArrowRight')
+    page.locator('.mg-click button', has_text='asks').click()
+    wanted = until(lambda: (o := page.locator('.mg-browse').nth(2).get_attribute('title')) and 'view' in o and o, 'the second page')
+    with changes(page, 'img.mg-asked'): ask(page, lambda: page.locator('.mg-browse').nth(2).click(), 'an image of the folder as the query')
+    assert query_of(page) == Path(wanted).name
+
+    file = tmp_path/'my fish.png' # a mirror image that is not in the folder
+    Image.open(lab.home/'data'/'gallery'/'images'/'fish1-view1.jpg').transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(file)
+    with changes(page, 'img.mg-asked'):
+        with page.expect_file_chooser() as chooser: page.locator('.mg-upload').click()
+        ask(page, lambda: chooser.value.set_files(file), 'answers to an upload')
+    assert query_of(page).endswith('-my fish.png') and page.locator('.mg-instance').nth(0).get_attribute('title').endswith('fish1-view1.jpg')
+    screenshot(page, 'search_upload')
+
+    bad = tmp_path/'text.png'; bad.write_text('no image')
+    with page.expect_file_chooser() as chooser: page.locator('.mg-upload').click()
+    chooser.value.set_files(bad)
+    wait_text(page, '.mg-message', 'is not an image')
+    page.locator('.mg-path input').fill('/not/there'); page.locator('.mg-path input').press('Enter')
+    wait_text(page, '.mg-message', '/not/there', 'not a folder')
+    page.locator('.mg-folder select').select_option(index=0)
+    until(lambda: quiet(page), 'no message any more')
+
+    mine = tmp_path/'mine' # a folder of one's own, without unrelated images
+    mine.mkdir()
+    for o in sorted((lab.home/'data'/'gallery'/'images').glob('lamp*')): shutil.copy(o, mine)
+    page.locator('.mg-path input').fill(str(mine))
+    ask(page, lambda: page.locator('.mg-path input').press('Enter'), 'another folder')
+    wait_text(page, '.mg-numbers', f'{len(list(mine.iterdir()))} images')
+    wait_text(page, '.mg-about_copy', 'there is no threshold')
+    no_error(page)
+    page.close()
+
+def test_app(app):
+    listing = app.read('')
+    assert 'heatmaps.ipynb' in listing and 'search.ipynb' in listing # to choose from
+    page = app.open('search')
+    until(lambda: answer(page) and quiet(page), 'answers in the app', 120)
+    with changes(page, 'img.mg-asked'): ask(page, lambda: page.locator('.mg-browse').nth(3).click(), 'a click in the app')
+    ask(page, lambda: page.locator('.mg-p .noUi-handle').press('ArrowRight'), 'another exponent in the app')
+    wait_text(page, '.mg-numbers', 'p* = 1.5')
+    assert page.locator('.jp-CodeMirrorEditor, .cm-editor, .jp-InputArea-editor').count() == 0 # no code
+    screenshot(page, 'app_search')
+    no_error(page)
+    page.close()
+
+    page = app.open('heatmaps')
+    until(lambda: page.locator('.mg-numbers').count() and 'p* = 3' in page.inner_text('.mg-numbers'), 'a heatmap in the app', 120)
+    with changes(page, 'img.mg-picture'): page.locator('.mg-p .noUi-handle').press('ArrowRight')
+    wait_text(page, '.mg-numbers', 'p* = 3.05')
+    assert page.inner_text('.mg-message').strip() == ''
+    screenshot(page, 'app_heatmaps')
     no_error(page)
     page.close()

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = {'train', 'evaluate', 'whiten', 'finetune_p', 'photographs'} # run through papermill at the smallest scale, in tests of their own
-NOTEBOOKS = [p.relative_to(ROOT) for p in sorted((ROOT/'nbs').rglob('*.ipynb')) if not {'.ipynb_checkpoints', 'bench', 'paper', 'explore'} & {*p.parts} and p.stem not in JOBS]
+JOBS = {'train', 'evaluate', 'whiten', 'finetune_p', 'photographs', 'demo'} # run through papermill at the smallest scale, in tests of their own
+NOTEBOOKS = [p.relative_to(ROOT) for p in sorted((ROOT/'nbs').rglob('*.ipynb')) if not {'.ipynb_checkpoints', 'bench', 'paper', 'tiny', 'explore'} & {*p.parts} and p.stem not in JOBS]
 
 @pytest.mark.parametrize('nb', NOTEBOOKS, ids=lambda p: p.stem)
 def test_notebook(nb):
