@@ -53,7 +53,7 @@ class Study:
     sets:tuple      # retrieval benchmarks there are
     per_class:int=2 # images of each class for IN-aug
 
-_SMALL = dict(trunk='mini', m=2, min_crop=.5, resolution=32, batch_size=64, iterations=50, epochs=30, lr=.05, drops=[18, 26], warmup=2., weight_decay=5e-4, exact=False)
+_SMALL = dict(trunk='mini', m=2, min_crop=.5, resolution=32, batch_size=32, iterations=100, epochs=36, lr=.02, drops=[24, 33], warmup=2., weight_decay=5e-4, exact=False)
 STUDIES = {
     'smoke': Study('smoke', 'smoke', dict(m=2), 2, (32, 48), 'smoke', ('holidays', 'ukbench', 'copydays'), 2),
     'mini':  Study('mini', 'mini', _SMALL, 3, (32, 48, 64), 'world', ('holidays', 'ukbench', 'copydays'), 10),
