@@ -18,10 +18,10 @@ from PIL import Image, ImageOps
 from .data import _stat, load_image
 from .embed import model_hash
 from .gem import gem_many
-from .heatmap import Maps, Seen, Superseded, View, _WIDE, _careful, _exponent, _keep, _say, class_names, jpeg, look, open_picture, pair, pictures, pool, strip
+from .heatmap import Maps, Seen, Shown, Superseded, View, _WIDE, _careful, _exponent, _keep, _networks, _say, class_names, jpeg, look, open_picture, pair, pictures, pool, strip
 from .loading import test_loader, to_device
 from .model import MultiGrain
-from .resolution import _complete_runs, open_model
+from .resolution import open_model
 from .runs import runs_root, write_file
 from .search import GRAINS, Asked, Neighbours, _calibrate, _hits, _quiet, _unit_rows, _wanted, _winners
 from .whiten import Whitening
@@ -312,13 +312,12 @@ class Step(NamedTuple):
     run:object # () -> None
 
 # %% ../nbs/16_explore_search.ipynb #98429d3b
-class Explorer:
+class Explorer(Shown):
     "The search explorer: `box` is the widget, `w` its controls."
     def __init__(self, images, unrelated, model, p, whiten, k, s, root, folder):
         root, uid = runs_root() if root is None else Path(root), f'mg{id(self):x}'
         self.root, self.folder, self.s, self.p, self.uid = root, Path(root.with_name('out') if folder is None else folder), s, p, uid
-        runs = [(f"{run.folder.name}, trained at {run.parameters['resolution']}", run.folder.name) for _, run in reversed(_complete_runs(root))]
-        models = [('trunk:lite0', 'trunk:lite0'), *runs, ('trunk:resnet50', 'trunk:resnet50')]
+        models = _networks(root)
         self.w = _controls(uid, str(images), str(unrelated), models if model in dict(models).values() else [(model, model), *models], p or 3., whiten, k)
         self.w.model.value = model
         self.lock, self.thread, self.quiet = threading.RLock(), None, False
@@ -329,15 +328,7 @@ class Explorer:
         _connect(self)
         self.update()
 
-    def _repr_mimebundle_(self, **how):
-        "For notebooks; where there is no kernel, a line of text."
-        return self.box._repr_mimebundle_(**how) | {'text/plain': 'The explorer is shown when this cell runs in JupyterLab.'}
-
     def update(self, change=None): _update(self)
-    def wait(self):
-        "Until nothing is computed any more; for scripts and tests."
-        while (thread := self.thread) is not None and thread.is_alive(): thread.join()
-        return self
 
 # %% ../nbs/16_explore_search.ipynb #34aa8155
 def _wish(e:Explorer)->Wish:

@@ -6,7 +6,7 @@
 __all__ = ['VIEWS', 'AGAINST', 'RANKS', 'pictures', 'open_picture', 'Superseded', 'Maps', 'look', 'Pooled', 'pool', 'class_names',
            'class_index', 'Guess', 'predictions', 'readout', 'heat', 'rank_channels', 'Agreement', 'agreement', 'View',
            'Seen', 'see', 'Panel', 'panels', 'pair', 'draw_figure', 'figure', 'compare', 'save_figure', 'code_for',
-           'paint', 'strip', 'jpeg', 'Explorer', 'explore']
+           'paint', 'strip', 'jpeg', 'Shown', 'Explorer', 'explore']
 
 # %% ../nbs/14_heatmap.ipynb #afa3f6b6
 import hashlib, html, io, math, os, threading, time
@@ -595,7 +595,24 @@ def _say(e, text:str, bad:bool=False):
     e.w.message.value = f'<div style="color:{"#b00020" if bad else "#555"};line-height:18px">{html.escape(text)}</div>' if text else ''
 
 # %% ../nbs/14_heatmap.ipynb #0186f76e
-class Explorer:
+def _networks(root:Path)->list: # of (text, name)
+    "What the list of networks offers: one that works offline, the runs of the store, the paper's."
+    runs = [(f"{run.folder.name}, trained at {run.parameters['resolution']}", run.folder.name) for _, run in reversed(_complete_runs(root))]
+    return [('trunk:lite0', 'trunk:lite0'), *runs, ('trunk:resnet50', 'trunk:resnet50')]
+
+class Shown:
+    "What an explorer needs besides its controls: notebooks show its `box`, scripts wait for its `thread`."
+    box = thread = None
+    def _repr_mimebundle_(self, **how):
+        "For notebooks; where there is no kernel, a line of text."
+        return self.box._repr_mimebundle_(**how) | {'text/plain': 'The explorer is shown when this cell runs in JupyterLab.'}
+    def wait(self):
+        "Until nothing is computed any more; for scripts and tests."
+        while (thread := self.thread) is not None and thread.is_alive(): thread.join()
+        return self
+
+# %% ../nbs/14_heatmap.ipynb #a7dd9ef8
+class Explorer(Shown):
     "The heatmap explorer: `box` is the widget, `w` its controls."
     def __init__(self,
                  view:View=View(), # at the start
@@ -604,8 +621,7 @@ class Explorer:
                 ):
         root = runs_root() if root is None else Path(root)
         self.root, self.folder = root, Path(root.with_name('out') if folder is None else folder)
-        runs = [(f"{run.folder.name}, trained at {run.parameters['resolution']}", run.folder.name) for _, run in reversed(_complete_runs(root))]
-        self.w = _controls(view, [('trunk:lite0', 'trunk:lite0'), *runs, ('trunk:resnet50', 'trunk:resnet50')])
+        self.w = _controls(view, _networks(root))
         self.lock, self.trunk_lock = threading.RLock(), threading.Lock()
         self.quiet, self.number, self.pending, self.passes, self.thread = False, 0, None, 0, None
         self.models, self.maps, self.pooled, self.panels, self.last, self.ranked = {}, {}, {}, [], None, None
@@ -613,15 +629,7 @@ class Explorer:
         _connect(self)
         self.update()
 
-    def _repr_mimebundle_(self, **how):
-        "For notebooks; where there is no kernel, a line of text."
-        return self.box._repr_mimebundle_(**how) | {'text/plain': 'The explorer is shown when this cell runs in JupyterLab.'}
-
     def update(self, change=None): _update(self)
-    def wait(self):
-        "Until nothing is computed any more; for scripts and tests."
-        while (thread := self.thread) is not None and thread.is_alive(): thread.join()
-        return self
 
 # %% ../nbs/14_heatmap.ipynb #eece6292
 def _model(e:Explorer, name:str)->tuple: # model, names of its classes

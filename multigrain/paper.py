@@ -175,7 +175,7 @@ def measure(run:Run,     # complete
     file = run.folder/'scores.json'
     known = json.loads(file.read_text()) if file.exists() else {}
     missing = [(name, s) for name in sets for s in study.s if f'{name} {s}' not in known]
-    net = load(run.folder/'model').eval() if missing else None
+    net = load(run.folder/'model').eval().to('cuda' if torch.cuda.is_available() else 'cpu') if missing else None
     for name, s in missing:
         key = study.name, study.data, name
         if key not in _opened: _opened[key] = _open_set(study, name)
@@ -209,6 +209,11 @@ def _find(study:Study, arm:str, seed:int, sets)->Run|None:
         known = json.loads((folder/'scores.json').read_text()) if (folder/'scores.json').exists() else {}
         if (folder/'model').is_dir() or all(f'{o} {s}' in known for o in sets for s in study.s): return Run(folder)
 
+def _one_gpu(numbers)->None: # a queue
+    "Let this process see one of the GPUs, its own."
+    seen = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(',')
+    os.environ['CUDA_VISIBLE_DEVICES'] = seen[i] if (i := numbers.get()) < len(seen) and seen[i] else str(i)
+
 def _work(study:dict, arm:str, seed:int, sets)->None:
     "Train and measure one run, in a process of its own."
     study, alone = Study(**study), {} if torch.cuda.is_available() else dict(workers=0, threads=1) # one processor for each run
@@ -226,11 +231,14 @@ def _epochs_done(study:Study, arm:str, seed:int)->int:
 
 def _train_all(study:Study, jobs:list, processes:int)->None: # jobs: (arm, seed, sets)
     "Train and measure, several at once, with one bar for all."
-    from multigrain.paper import _work # as a module, for the other processes
+    from multigrain.paper import _one_gpu, _work # as a module, for the other processes
     for arm, seed, _ in jobs: arm_settings(study, arm, seed) # a mistake is found before anything starts
     training_sets(study.data) # drawn or refused once, not by each process
     epochs = sum(arm_settings(study, arm, seed).epochs + 1 for arm, seed, _ in jobs) # measuring counts as one
-    with ProcessPoolExecutor(processes, get_context('spawn')) as pool, tqdm(total=epochs, unit='epoch', desc=f'{study.name}: {len(jobs)} runs', file=sys.__stderr__, mininterval=1, smoothing=.05) as bar:
+    numbers = get_context('spawn').SimpleQueue()
+    for i in range(processes): numbers.put(i)
+    alone = dict(initializer=_one_gpu, initargs=(numbers,)) if torch.cuda.device_count() > 1 else {} # each run has a GPU for itself
+    with ProcessPoolExecutor(processes, get_context('spawn'), **alone) as pool, tqdm(total=epochs, unit='epoch', desc=f'{study.name}: {len(jobs)} runs', file=sys.__stderr__, mininterval=1, smoothing=.05) as bar:
         waiting = {pool.submit(_work, asdict(study), *job): job for job in jobs}
         try:
             while waiting:
@@ -440,6 +448,7 @@ def _unreadable(study:Study)->list:
         except ValueError as e: errors.append(e)
     return errors
 
+# %% ../nbs/17_paper.ipynb #ad21594d
 def throughput(study:Study, steps:int=3)->tuple: # images per second, megabytes of a run
     "Training speed on this machine, measured, and the size of a run in the store."
     from multigrain.loss import JointLoss
@@ -484,6 +493,7 @@ def run_notebook(name:str, study:Study, out:Path, results='')->None:
     out.mkdir(parents=True, exist_ok=True)
     papermill.execute_notebook(str(source), str(out/f'{name}.ipynb'), parameters=given, cwd=str(project_root()), progress_bar=False, log_output=False)
 
+# %% ../nbs/17_paper.ipynb #c0660363
 def make_all(preset:str='mini',  # study
              data:str='',        # to train on; that of the study if empty
              seeds:int=0,        # of each arm; as the study if 0
@@ -506,24 +516,21 @@ def make_all(preset:str='mini',  # study
     for name in tqdm(chosen, desc='tables and figures', unit='notebook', file=sys.__stderr__): run_notebook(name, st, folder, results)
     return page(preset, folder/'paper.html' if out else '', results)
 
+# %% ../nbs/17_paper.ipynb #3a57e646
 def _train_needed(st:Study, names:list, train:bool)->None:
-    "Train and measure all runs of some notebooks, each with everything that any of them asks of it."
-    wanted = {}
-    for name in names:
-        arms, sets = needs(st, name)
-        for o in arms: wanted.setdefault(o, {}).update(dict.fromkeys(sets))
-    groups = {}
-    for arm, sets in wanted.items(): groups.setdefault(tuple(sets), []).append(arm)
-    jobs = {}
-    for sets, arms in groups.items():
+    "Train and measure all runs of some notebooks, each once and with everything that any of them asks of it."
+    wanted = {} # settings -> arm, seed, sets: two arms may be the same run
+    for arms, sets in (needs(st, o) for o in names):
         flat = [b for a in sets for b in (st.sets if a == 'retrieval' else [a])]
-        for arm in arms:
-            for seed in range(st.seeds):
-                run = _find(st, arm, seed, flat)
-                known = json.loads((run.folder/'scores.json').read_text()) if run and (run.folder/'scores.json').exists() else {}
-                if run is None or any(f'{o} {s}' not in known for o in flat for s in st.s): jobs[repr(arm_settings(st, arm, seed)), tuple(flat)] = (arm, seed, flat)
-    if jobs and not train: raise ValueError(f'train=False, but {len(jobs)} runs are missing or not measured; train them with:\n' + '\n'.join(command(st, a, b) for a, b, _ in jobs.values()))
-    if jobs: _train_all(st, sorted(jobs.values(), key=lambda o: o[1]), torch.cuda.device_count() or os.cpu_count() or 1) # seed by seed, so that something whole is there early
+        for arm, seed in ((a, b) for a in arms for b in range(st.seeds)): wanted.setdefault(repr(arm_settings(st, arm, seed)), (arm, seed, {}))[2].update(dict.fromkeys(flat))
+    jobs = [(arm, seed, [*sets]) for arm, seed, sets in wanted.values() if not _measured(_find(st, arm, seed, sets), st, sets)]
+    if jobs and not train: raise ValueError(f'train=False, but {len(jobs)} runs are missing or not measured; train them with:\n' + '\n'.join(command(st, a, b) for a, b, _ in jobs))
+    if jobs: _train_all(st, sorted(jobs, key=lambda o: o[1]), torch.cuda.device_count() or os.cpu_count() or 1) # seed by seed, so that something whole is there early
+
+def _measured(run:Run|None, st:Study, sets)->bool:
+    "Is a run there, with these scores?"
+    known = json.loads(file.read_text()) if run and (file := run.folder/'scores.json').exists() else {}
+    return run is not None and all(f'{o} {s}' in known for o in sets for s in st.s)
 
 # %% ../nbs/17_paper.ipynb #9b0c6e33
 def main(words:list|None=None # of the command line

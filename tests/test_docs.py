@@ -5,7 +5,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from test_browser import ARGS, chromium, missing
+from test_browser import browser # a fixture: Chromium, required in CI
 
 ROOT = Path(__file__).resolve().parent.parent
 NBS = ROOT/'nbs'
@@ -118,17 +118,6 @@ def test_commands_of_the_guides_exist():
     assert {'make', 'papermill', 'torchrun'} <= seen
 
 # In a browser, over a server and from disk.
-
-@pytest.fixture
-def browser():
-    if reason := missing():
-        if os.environ.get('CI_REQUIRE_BROWSER') == '1': pytest.fail(reason)
-        pytest.skip(reason)
-    from playwright.sync_api import sync_playwright
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=chromium(), args=ARGS)
-        yield browser
-        browser.close()
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_): pass
