@@ -36,6 +36,9 @@ paper: $(READY)  ## every table and figure of the paper (PRESET=mini; PRESET=pap
 test: $(READY)  ## package in sync, notebooks clean and running, pytest
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests
 
+# An explorer stays quick beside a training that has all processors: threads that wait do not spin.
+lab app: export OMP_WAIT_POLICY := PASSIVE
+
 lab: $(READY)  ## JupyterLab on the notebooks, on localhost with its token
 	jupyter lab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) nbs/index.ipynb
 

@@ -477,8 +477,9 @@ def _work(e:Explorer):
 def _update(e:Explorer):
     "Something has changed: have the work done, unless it is going on."
     with e.lock:
-        if e.quiet or e.thread is not None and e.thread.is_alive(): return
-        e.began = time.perf_counter()
+        if e.quiet: return
+        e.began = time.perf_counter() # an answer counts from the last event
+        if e.thread is not None and e.thread.is_alive(): return
         e.thread = threading.Thread(target=_work, args=(e,), daemon=True)
         e.thread.start()
 
