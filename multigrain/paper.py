@@ -362,7 +362,7 @@ def summary(preset:str='mini', # study
     return pd.concat(rows, ignore_index=True) if rows else pd.DataFrame(columns=['where', 'claim', 'paper', 'here', '95 % interval', 'n', 'verdict'])
 
 # %% ../nbs/17_paper.ipynb #ef87a259
-_STYLE = 'body{font:16px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}table{border-collapse:collapse;font-size:14px;margin:1em 0}td,th{padding:4px 10px;border-bottom:1px solid #ddd;text-align:left}' \
+_STYLE = 'body{font:16px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}table{border-collapse:collapse;font-size:14px;margin:1em 0;display:block;overflow-x:auto}td,th{padding:4px 10px;border-bottom:1px solid #ddd;text-align:left}' \
          'img{max-width:100%}.held{color:#0a7d32;font-weight:600}.opposite{color:#b3261e;font-weight:600}.not{color:#777}small{color:#666}'
 
 def _claims_html(claims:list)->str:
@@ -385,7 +385,7 @@ def page(preset:str='mini', # study
         picture = f'<img alt="{html.escape(o["title"])}" src="data:image/png;base64,{base64.b64encode((folder/o["picture"]).read_bytes()).decode()}">' if o['picture'] else ''
         parts.append(f'<h2 id="{o["name"]}">{html.escape(o["title"])}</h2><p><small>{o["reference"]}; made {o["made"]}</small></p>{_claims_html(o["claims"])}<p>{html.escape(o["note"])}</p>{picture}{o["table"]}')
     data = 'the embedded synthetic world: drawn images, which say whether an effect appears in small networks and short training, not how large it is on photographs' if found[0]['data'] in ('world', 'smoke') else found[0]['data']
-    contents = ''.join(f'<li><a href="#{o["name"]}">{html.escape(o["title"])}</a>: {", ".join(c["verdict"] for c in o["claims"]) or "no claim"}</li>' for o in found)
+    contents = ''.join(f'<li>{o["reference"][0].upper()}{o["reference"].split(",")[0][1:]}, <a href="#{o["name"]}">{html.escape(o["title"])}</a>: {", ".join(c["verdict"] for c in o["claims"]) or "no claim"}</li>' for o in found)
     head = f'<h1>MultiGrain: every table and figure</h1><p>Study <b>{preset}</b>, up to {found[0]["seeds"]} seeds an arm, on {data}. Verdicts: {", ".join(f"{n} {k}" for k, n in counts.items())}.</p><ol>{contents}</ol>'
     write_file(file, f'<!doctype html><html lang="en"><meta charset="utf-8"><title>MultiGrain, {preset}</title><style>{_STYLE}</style><body>{head}{"".join(parts)}</body></html>'.encode())
     return file
