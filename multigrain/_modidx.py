@@ -341,6 +341,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'multigrain.heatmap._two': ('heatmap.html#_two', 'multigrain/heatmap.py'),
                                     'multigrain.heatmap._update': ('heatmap.html#_update', 'multigrain/heatmap.py'),
                                     'multigrain.heatmap._uploaded': ('heatmap.html#_uploaded', 'multigrain/heatmap.py'),
+                                    'multigrain.heatmap._uploads': ('heatmap.html#_uploads', 'multigrain/heatmap.py'),
                                     'multigrain.heatmap._visible': ('heatmap.html#_visible', 'multigrain/heatmap.py'),
                                     'multigrain.heatmap._wanted': ('heatmap.html#_wanted', 'multigrain/heatmap.py'),
                                     'multigrain.heatmap._words': ('heatmap.html#_words', 'multigrain/heatmap.py'),

@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import NamedTuple
 import numpy as np, torch
 from PIL import Image, ImageOps
-from .data import _stat, load_image
+from .data import _stat
 from .embed import model_hash
 from .gem import gem_many
-from .heatmap import Maps, Seen, Shown, Superseded, View, _WIDE, _careful, _exponent, _keep, _networks, _say, class_names, jpeg, look, open_picture, pair, pictures, pool, strip
+from .heatmap import Maps, Seen, Shown, Superseded, View, _WIDE, _careful, _exponent, _keep, _networks, _say, _uploads, class_names, jpeg, look, open_picture, pair, pictures, pool, strip
 from .loading import test_loader, to_device
 from .model import MultiGrain
 from .resolution import open_model
@@ -411,7 +411,7 @@ def _framed(maps:Maps)->Image.Image:
 
 def _numbers(shelf:Shelf, both:tuple, count:int, ms:float, passes:int)->str: # HTML
     "What the answers rest on, and how long they took."
-    t, (images, others) = shelf.manifest['copy'], both
+    t, images = shelf.manifest['copy'], both[0]
     text = f"{len(images.paths)} images{f', {len(images.skipped)} left out' if images.skipped else ''}; {_exponent(shelf.p)}, s* = {shelf.s}, {'whitened' if shelf.space.whitening is not None else 'not whitened'}, {shelf.space.dim} dimensions"
     if t: text += f"; copies are above {t['threshold']:.3f}, which {t['fpr']:.0%} of unrelated queries exceed (measured on {t['distractors']})"
     return f'<div style="line-height:18px">{text}<br>answer {count} took {ms:.0f} ms; passes of the trunk for queries so far: {passes}</div>'
@@ -498,15 +498,8 @@ def _choose(e:Explorer, choice, value:str):
         choice.value = value
 
 def _uploaded(e:Explorer):
-    "Keep an uploaded image under the hash of its content, and ask with it."
-    for file in e.w.upload.value:
-        content = bytes(file['content'])
-        path = e.folder/'uploads'/f"{hashlib.sha256(content).hexdigest()[:8]}-{Path(file['name']).name}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, content)
-        try: load_image(path)
-        except ValueError: path.unlink(); raise
-        _ask(e, str(path))
+    "Ask with an uploaded image."
+    for path in _uploads(e): _ask(e, path)
 
 # %% ../nbs/16_explore_search.ipynb #bca4e838
 def _clicked(e:Explorer, group:str, i:int):

@@ -726,8 +726,8 @@ def _offer(e:Explorer, choice, value:str):
         e.quiet = False
         choice.value = value
 
-def _uploaded(e:Explorer):
-    "Keep an uploaded image, and look at it."
+def _uploads(e): # of paths
+    "Keep uploaded images under the hash of their content; what is no image is refused."
     for file in e.w.upload.value:
         content = bytes(file['content'])
         path = e.folder/'uploads'/f"{hashlib.sha256(content).hexdigest()[:8]}-{Path(file['name']).name}"
@@ -735,7 +735,11 @@ def _uploaded(e:Explorer):
         write_file(path, content)
         try: load_image(path)
         except ValueError: path.unlink(); raise
-        _offer(e, e.w.image, str(path))
+        yield str(path)
+
+def _uploaded(e:Explorer):
+    "Look at an uploaded image."
+    for path in _uploads(e): _offer(e, e.w.image, path)
 
 # %% ../nbs/14_heatmap.ipynb #98bd328c
 def _save(e:Explorer, kind:str):

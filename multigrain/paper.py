@@ -10,14 +10,14 @@ __all__ = ['STUDIES', 'ARMS', 'PS', 'PAPER', 'NEEDS', 'TINY', 'project_root', 'p
 
 # %% ../nbs/17_paper.ipynb #bbf69263
 import base64, html, json, math, os, shlex, sys, time
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, asdict, field, replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np, torch
 from tqdm import tqdm
-from .data import ImageSet, image_folder, in_aug, join
+from .data import ImageSet, image_folder, in_aug
 from .embed import embed
 from .evaluate import accuracy, copydays_map, holidays_map, in_aug_score, mean_average_precision, ukb_score
 from .job import nearest
