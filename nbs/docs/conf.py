@@ -18,6 +18,7 @@ exclude_patterns = []
 # Notebooks are shown with the outputs they were stored with.
 nb_execution_mode = 'off'
 nb_merge_streams = True
+nb_render_markdown_format = 'myst' # tables that cells print are tables
 nb_ipywidgets_js = {} # widgets need a kernel: nothing is loaded for them
 myst_enable_extensions = ['dollarmath', 'amsmath', 'colon_fence', 'attrs_block']
 myst_heading_anchors = 3
@@ -51,7 +52,15 @@ def link_names(app, doctree):
         above = node.parent
         while above is not None: parents.append(type(above)); above = above.parent
         if not where or {nodes.title, nodes.reference, pending_xref, desc_signature} & {*parents}: continue
-        ref = pending_xref('', refdomain='py', reftype='mod' if where == node.astext() else 'obj', reftarget=where, refexplicit=True, refwarn=False, refdoc=app.env.docname)
+        ref = pending_xref(
+            '',
+            refdomain='py',
+            reftype='mod' if where == node.astext() else 'obj',
+            reftarget=where,
+            refexplicit=True,
+            refwarn=False,
+            refdoc=app.env.docname,
+        )
         node.replace_self(ref)
         ref += node
 
