@@ -24,7 +24,7 @@ def _scaled(x:Tensor,  # feature map, (B, C, H, W)
     # an infinite maximum gives an infinite value, not NaN
     return r.div_(M.clamp(max=torch.finfo(x.dtype).max)), M[...,0,0]
 
-# %% ../nbs/01_gem.ipynb #97a6e1a1
+# %% ../nbs/01_gem.ipynb #605b1c8c
 class _PowerMean(torch.autograd.Function):
     "Generalised mean over locations; `p` is a float, or a tensor to be learned."
     @staticmethod

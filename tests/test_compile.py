@@ -34,5 +34,6 @@ def test_new_sizes_do_not_compile_again_and_again():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     pool = torch.compile(GeM(), backend='eager', fullgraph=True)
-    for n, side in ((2, 7), (3, 8), (4, 9), (5, 11), (6, 13)): assert pool(torch.rand(n, 4, side, side + 1)).shape == (n, 4)
+    for n, side in ((2, 7), (3, 8), (4, 9), (5, 11), (6, 13)):
+        assert pool(torch.rand(n, 4, side, side + 1)).shape == (n, 4)
     assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 3 # from the second size on, sizes are symbols
