@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['BENCHMARKS', 'Opened', 'open_model', 'class_names', 'benchmark_names', 'open_benchmark', 'whitening_images']
 
-# %% ../nbs/42_catalog.ipynb #c1510eb1
+# %% ../nbs/42_catalog.ipynb #59425911
 import os
 from pathlib import Path
 from typing import NamedTuple
 from .basics import check_type, nearest, read_json, require
 from .datasets import is_drawn, training_sets, world_folder
 from .model import MultiGrain, load, load_published, trunk_names
-from .readers import (copydays, distractors as read_distractors, holidays, image_folder, imagenet,
-                                in_aug, ukbench)
+from .readers import copydays, holidays, image_folder, imagenet, in_aug, ukbench
+from .readers import distractors as read_distractors
+from .recipe import PRESETS
 from .runs import Run, complete_runs, runs_root
 from .sets import ImageSet, join
-from .training import PRESETS # transitional
 from .world import OBJECTS
 
 # %% ../nbs/42_catalog.ipynb #5b1282c0
