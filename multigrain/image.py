@@ -6,9 +6,8 @@
 __all__ = ['EXTENSIONS', 'MIN_SIDE', 'MAX_PIXELS', 'BadImage', 'Header', 'open_file', 'read_header', 'upright', 'check_size',
            'load_image']
 
-# %% ../nbs/10_image.ipynb #6e5a8523
+# %% ../nbs/10_image.ipynb #ebcc6de8
 import os, struct
-from functools import partial
 from typing import NamedTuple
 import numpy as np, torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from .basics import check_int, require
 try: import simplejpeg # optional: the same pixels as Pillow's, sooner
 except ImportError: simplejpeg = None
 
-# %% ../nbs/10_image.ipynb #ed405522
+# %% ../nbs/10_image.ipynb #6aeea4b8
 class BadImage(ValueError):
     "An image that cannot be used: its `path` and the `reason`, in one sentence."
     def __init__(self,
@@ -28,7 +27,7 @@ class BadImage(ValueError):
         super().__init__(self.path, reason)
     def __str__(self): return f'{self.path} {self.reason}'
 
-# %% ../nbs/10_image.ipynb #a3e63ba6
+# %% ../nbs/10_image.ipynb #a3026a22
 def _exif_orientation(tiff:bytes # EXIF block, from its byte order mark on
                      )->int:     # 1..8; 1 (as stored) where it says nothing sensible
     "The orientation written in an EXIF block."
@@ -45,7 +44,7 @@ def _exif_orientation(tiff:bytes # EXIF block, from its byte order mark on
     except struct.error: pass # an entry that points outside of the block
     return 1
 
-# %% ../nbs/10_image.ipynb #e2c267a9
+# %% ../nbs/10_image.ipynb #85483369
 class Header(NamedTuple):
     "What an image file says about itself."
     kind:str        # 'jpeg', 'png', or another format of Pillow's, in lower case
@@ -57,7 +56,7 @@ class Header(NamedTuple):
 
 _FRAMES = set(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC} # the markers that start a frame
 
-# %% ../nbs/10_image.ipynb #913f87b7
+# %% ../nbs/10_image.ipynb #9c7ae3d1
 def _jpeg_header(read           # (at, n) -> bytes
                 )->Header|None: # None where the chain breaks
     "Size, orientation and number of channels of a JPEG file."
@@ -74,7 +73,7 @@ def _jpeg_header(read           # (at, n) -> bytes
                 orientation = _exif_orientation(read(at + 10, size - 8))
             at += 2 + size
 
-# %% ../nbs/10_image.ipynb #53d1536b
+# %% ../nbs/10_image.ipynb #13305864
 def _png_header(read           # (at, n) -> bytes
                )->Header|None: # None where the chain breaks
     "Size, orientation and animation of a PNG file."
@@ -88,7 +87,7 @@ def _png_header(read           # (at, n) -> bytes
         at += 12 + size
     return Header('png', height, width, orientation, {0: 1, 4: 2, 6: 4}.get(colour, 3), animated)
 
-# %% ../nbs/10_image.ipynb #20e68247
+# %% ../nbs/10_image.ipynb #32d4f428
 EXTENSIONS = ('.jpg .jpeg .jpe .jfif .png .gif .bmp .tif .tiff .webp .avif .jp2 .ppm .pgm '
               '.pnm').split()
 _FORMATS = ['JPEG', 'PNG', 'GIF', 'BMP', 'TIFF', 'WEBP', 'AVIF', 'JPEG2000', 'PPM']
@@ -109,7 +108,7 @@ def _pillow(file,          # open file
             reason = f'is too large to be decoded safely ({e})'
         raise BadImage(path, reason) from e
 
-# %% ../nbs/10_image.ipynb #175dea60
+# %% ../nbs/10_image.ipynb #7487cb8b
 def _pillow_header(file, path)->Header:
     "Header of an image that Pillow knows."
     im = _pillow(file, path)
@@ -118,21 +117,22 @@ def _pillow_header(file, path)->Header:
     animated = getattr(im, 'is_animated', False)
     return Header(im.format.lower(), im.height, im.width, turn, len(im.getbands()), animated)
 
-# %% ../nbs/10_image.ipynb #c461c8b4
+# %% ../nbs/10_image.ipynb #f0510963
+def _open_at_once(path, flags): return os.open(path, flags | getattr(os, 'O_NONBLOCK', 0)) # pipes
+
 def open_file(path # of any file
              ):    # open for reading, unbuffered
     "Open a file without ever waiting for it, or raise `BadImage`."
-    def opener(p, flags): return os.open(p, flags | getattr(os, 'O_NONBLOCK', 0)) # it may be a pipe
-    try: return open(path, 'rb', buffering=0, opener=opener)
+    try: return open(path, 'rb', buffering=0, opener=_open_at_once)
     except OSError as e:
         reason = f'cannot be opened ({e.strerror}): check its name and its permissions'
         raise BadImage(path, reason) from e
 
-# %% ../nbs/10_image.ipynb #fd3e48dd
+# %% ../nbs/10_image.ipynb #c7e49bd9
 def _header(file, path)->Header:
     "Header of an open file."
     start = file.read(4096)
-    require(start, 'is empty (zero bytes): copy it again or remove it', partial(BadImage, path))
+    if not start: raise BadImage(path, 'is empty (zero bytes): copy it again or remove it')
     def read(at, n):
         if at + n <= len(start): return start[at:at+n]
         file.seek(at)
@@ -145,7 +145,7 @@ def read_header(path      # of an image
     "What an image file says about itself, without decoding it."
     with open_file(path) as file: return _header(file, path)
 
-# %% ../nbs/10_image.ipynb #f9b1c561
+# %% ../nbs/10_image.ipynb #591ecce6
 _TURNS = {1: (0, False), 2: (0, True), 3: (2, False), 4: (2, True),
           5: (-1, True), 6: (-1, False), 7: (1, True), 8: (1, False)}
 
@@ -157,7 +157,7 @@ def upright(x:Tensor,         # image, (..., h, w)
     if turns: x = x.rot90(turns, (-2, -1))
     return x.flip(-1) if mirrored else x
 
-# %% ../nbs/10_image.ipynb #6c9d8600
+# %% ../nbs/10_image.ipynb #1682ae1e
 def _rgb(im:Image.Image # opened with Pillow
         )->np.ndarray:  # uint8, (h, w, 3)
     "Pixels of any mode as 8-bit RGB, transparency on white."
@@ -172,7 +172,7 @@ def _rgb(im:Image.Image # opened with Pillow
         im = Image.alpha_composite(Image.new('RGBA', im.size, 'white'), im)
     return np.array(im.convert('RGB'))
 
-# %% ../nbs/10_image.ipynb #ff9a6eb1
+# %% ../nbs/10_image.ipynb #8321fe5e
 def _fast_rgb(file,                # open file
               header:Header        # of it
              )->np.ndarray|None:   # uint8, (h, w, 3)
@@ -197,7 +197,7 @@ def _decode(file,          # open file
             raise BadImage(path, f'is cut short or damaged ({why}): {todo}') from e
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
-# %% ../nbs/10_image.ipynb #8bff3dd7
+# %% ../nbs/10_image.ipynb #a6c93376
 MIN_SIDE, MAX_PIXELS = 2, 178_956_970 # the second is where Pillow refuses, too
 
 def check_size(path,                      # of an image
@@ -206,13 +206,16 @@ def check_size(path,                      # of an image
                max_pixels:int=MAX_PIXELS  # more pixels are no photograph
               )->None:
     "Refuse what is too small or too large to be a photograph."
-    h, w, bad = header.height, header.width, partial(BadImage, path)
-    require(min(h, w) >= min_side, f'is {h} x {w} pixels, and a side under {min_side} holds '
-            'no picture: remove it, or lower min_side', bad)
-    require(h*w <= max_pixels, f'claims {h} x {w} pixels, more than max_pixels={max_pixels}: '
-            'remove it, or raise max_pixels if it is a photograph', bad)
+    h, w = header.height, header.width
+    small = min(h, w) < min_side
+    if not small and h*w <= max_pixels: return # the usual case, a million times
+    reason = (f'is {h} x {w} pixels, and a side under {min_side} holds no picture: '
+              'remove it, or lower min_side') if small else (
+              f'claims {h} x {w} pixels, more than max_pixels={max_pixels}: '
+              'remove it, or raise max_pixels if it is a photograph')
+    raise BadImage(path, reason)
 
-# %% ../nbs/10_image.ipynb #42dde660
+# %% ../nbs/10_image.ipynb #dc98f861
 _CLOCKWISE = {0: 1, 90: 6, 180: 3, 270: 8} # degrees -> EXIF orientation
 
 def load_image(path,                     # of an image in any of `EXTENSIONS`
