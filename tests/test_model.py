@@ -1,4 +1,4 @@
-"Models and hostile surroundings: downloads, files that hold code, damaged files, a process killed while it saves, a full disk."
+"Models and hostile surroundings: downloads, files that hold code, damaged files, a killed process, a full disk."
 import functools, hashlib, http.server, os, pickle, random, signal, subprocess, sys, threading, time
 from pathlib import Path
 
@@ -6,6 +6,7 @@ import pytest, torch, torchvision
 from torch import nn
 from multigrain import model as M
 from multigrain.model import MultiGrain, load, load_published, save
+from multigrain.trunks import SMALL, make_trunk, measure_trunk, seeded
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = torch.randn(2, 3, 64, 96, generator=torch.Generator().manual_seed(0))
@@ -21,7 +22,8 @@ def server(tmp_path, monkeypatch):
     for k in ('http_proxy', 'HTTP_PROXY', 'all_proxy', 'ALL_PROXY'): monkeypatch.delenv(k, raising=False)
     monkeypatch.setenv('TORCH_HOME', str(tmp_path/'cache'))
     real = torch.hub.download_url_to_file
-    monkeypatch.setattr(torch.hub, 'download_url_to_file', lambda url, *args: real(f'http://127.0.0.1:{serving.server_port}/{url.rsplit("/", 1)[1]}', *args))
+    def download(url, *args): return real(f'http://127.0.0.1:{serving.server_port}/{url.rsplit("/", 1)[1]}', *args)
+    monkeypatch.setattr(torch.hub, 'download_url_to_file', download)
     yield tmp_path/'www', serving
     serving.shutdown(); serving.server_close()
 
@@ -37,7 +39,7 @@ def publish(folder, name, content, monkeypatch):
 
 def test_download_once_then_offline(server, monkeypatch):
     folder, serving = server
-    with M._seeded(7): net = torchvision.models.resnet18(weights=None).eval()
+    with seeded(7): net = torchvision.models.resnet18(weights=None).eval()
     publish(folder, 'resnet18', net.state_dict(), monkeypatch)
     first = MultiGrain('resnet18', p=1., pretrained=True).eval()
     torch.testing.assert_close(first(IMAGES).logits, net(IMAGES))
@@ -53,13 +55,17 @@ def test_damaged_download_leaves_nothing(server, tmp_path, monkeypatch):
 
 def test_download_that_is_not_there(server, tmp_path, monkeypatch):
     publish(server[0], 'resnet18', {}, monkeypatch).unlink()
-    with pytest.raises(ConnectionError, match=r"trunk='resnet18' cannot be downloaded from https://elsewhere/resnet18-\w+.pth \(HTTP Error 404.*put it at .*cache/hub/checkpoints"): MultiGrain('resnet18', pretrained=True)
+    said = (r"trunk='resnet18' cannot be downloaded from https://elsewhere/resnet18-\w+.pth \(HTTP Error 404"
+            '.*put it at .*cache/hub/checkpoints')
+    with pytest.raises(ConnectionError, match=said): MultiGrain('resnet18', pretrained=True)
 
 def test_densenet_files_are_older_than_the_code(server, monkeypatch):
     import re
-    with M._seeded(7): net = torchvision.models.densenet121(weights=None).eval()
-    publish(server[0], 'densenet121', {re.sub(r'(denselayer\d+\.(?:norm|conv))([12])', r'\1.\2', k): v for k, v in net.state_dict().items()}, monkeypatch)
-    with torch.no_grad(): torch.testing.assert_close(MultiGrain('densenet121', p=1., pretrained=True).eval()(IMAGES).logits, net(IMAGES), rtol=1e-4, atol=1e-4)
+    with seeded(7): net = torchvision.models.densenet121(weights=None).eval()
+    def old(key): return re.sub(r'(denselayer\d+\.(?:norm|conv))([12])', r'\1.\2', key)
+    publish(server[0], 'densenet121', {old(k): v for k, v in net.state_dict().items()}, monkeypatch)
+    model = MultiGrain('densenet121', p=1., pretrained=True).eval()
+    with torch.no_grad(): torch.testing.assert_close(model(IMAGES).logits, net(IMAGES), rtol=1e-4, atol=1e-4)
 
 class Bomb:
     "Unpickled, it makes a file."
@@ -130,13 +136,16 @@ def test_full_disk(tmp_path):
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, usual[1]))
     try:
-        with pytest.raises(OSError, match=r'model.safetensors cannot be written \(File too large\); what was there before is untouched'): save(MultiGrain('mini', n_classes=5), tmp_path)
+        said = r'model.safetensors \(File too large\): what it held before is intact'
+        with pytest.raises(OSError, match=said): save(MultiGrain('mini', n_classes=5), tmp_path)
     finally: resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert load(tmp_path).n_classes == 3 and {o.name for o in tmp_path.iterdir()} == {'model.safetensors', 'model.json'}
 
 def test_trunk_of_the_user():
-    for wrong, say in ((nn.Identity, 'must be a name or a nn.Module'), (None, 'must be a name or a nn.Module'), (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1)), 'in proportion'),
-                       (nn.Conv2d(1, 4, 3), 'fails on an image'), (nn.Embedding(3, 3), 'fails on an image'), (torchvision.models.resnet18(weights=None), r'shape \(1, 1000\)')):
+    for wrong, say in ((nn.Identity, 'give a name, see trunk_names'), (None, 'trunk is a NoneType'),
+                       (nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveMaxPool2d(1)), 'in proportion'),
+                       (nn.Conv2d(1, 4, 3), 'fails on an image'), (nn.Embedding(3, 3), 'fails on an image'),
+                       (torchvision.models.resnet18(weights=None), r'shape \(1, 1000\)')):
         with pytest.raises((ValueError, TypeError), match=say): MultiGrain(wrong)
     trunk, state = nn.Conv2d(3, 4, 3, 2), torch.get_rng_state()
     assert MultiGrain(trunk, n_classes=2).stride == 2 and torch.equal(torch.get_rng_state(), state)
@@ -149,3 +158,24 @@ def test_channels_last_and_double_survive_saving(tmp_path):
     again = load(tmp_path)
     assert again.classifier.weight.dtype == torch.float64
     torch.testing.assert_close(again(IMAGES.double()).logits, model(IMAGES.double()).logits)
+
+# channels, stride, map at 32 pixels, parameters: what runs and studies were made with
+TRUNKS = dict(mini=(128, 8, 4, 302_864), small=(192, 8, 4, 528_528), small8=(96, 4, 8, 217_680))
+
+@pytest.mark.parametrize('name', TRUNKS)
+def test_small_trunks(name):
+    channels, stride, side, parameters = TRUNKS[name]
+    trunk = make_trunk(name).module.eval()
+    assert list(TRUNKS) == list(SMALL) and measure_trunk(trunk) == (channels, stride)
+    assert trunk(torch.zeros(1, 3, 32, 32)).shape == (1, channels, side, side)
+    assert sum(o.numel() for o in trunk.parameters()) == parameters
+
+def test_file_format_does_not_change(tmp_path):
+    "Keys and description of a saved model, by value: files of older versions must be read, and the other way round."
+    save(MultiGrain(nn.Conv2d(3, 2, 3, 2), p=float('inf'), n_classes=2, mean=(.5,)*3, std=(.25,)*3), tmp_path)
+    assert (tmp_path/'model.json').read_text() == (
+        '{"format": 1,\n "trunk": "custom",\n "p": "inf",\n "learn_p": false,\n "n_classes": 2,\n'
+        ' "mean": [0.5, 0.5, 0.5],\n "std": [0.25, 0.25, 0.25],\n "whitening": null}\n')
+    keys = MultiGrain('mini', n_classes=3, learn_p=True).state_dict().keys()
+    assert [k for k in keys if not k.startswith('trunk.')] == ['pool.raw_p', 'classifier.weight', 'classifier.bias']
+    assert {'trunk.0.weight', 'trunk.3.a.0.weight', 'trunk.5.skip.1.running_var'} <= keys
