@@ -183,7 +183,8 @@ def test_order_does_not_depend_on_the_directory(tmp_path, monkeypatch):
 def test_duplicates_between_train_and_val(tmp_path):
     same = encoded(draw(seed=5))
     train = image_folder(put(tmp_path/'train', a__1=encoded(draw(seed=1)), a__2=same))
-    with pytest.warns(UserWarning, match='1 file also in train, the first is .*val/a/7.jpg, the same as .*n/a/2.jpg'):
+    said = '1 file also in train, the first is .*val/a/7.jpg, the same as .*train/a/2.jpg'
+    with pytest.warns(UserWarning, match=said):
         val = image_folder(put(tmp_path/'val', a__7=same, a__8=encoded(draw(seed=8))), apart_from=train)
     assert len(duplicates(train, val)) == 1 and '1 file also in train' in val.note
 
