@@ -14,13 +14,15 @@ from functools import partial
 from itertools import groupby, repeat
 from typing import NamedTuple
 import numpy as np, torch
+from fastcore.basics import patch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
-from tqdm import tqdm
-from .data import BadImage, ImageSet
+from .basics import check_choice, check_int, check_type, progress, require
+from .image import BadImage
 from .sampler import RABatchSampler
-from .transforms import (_at_least, _one_of, Augmentation, FULL, IMAGENET_MEAN, IMAGENET_STD, normalize, target_size,
-                                   test_transform, train_transform, view_rng)
+from .sets import ImageSet
+from .transforms import FULL, IMAGENET_MEAN, IMAGENET_STD, Augmentation, normalize
+from .transforms import target_size, test_transform, train_transform, view_rng
 
 # %% ../nbs/18_loading.ipynb #63edf565
 class Batch(NamedTuple):
@@ -53,8 +55,10 @@ def make_batch(images:ImageSet, # paths and labels
         except BadImage as e: skipped[e.path] = e.reason
         else: views += made; kept += group
     rows, repetitions = torch.tensor(kept, dtype=torch.int64).view(-1, 2).unbind(1)
-    image = default_collate(views) if views else torch.empty(0, 3, 0, 0, dtype=torch.uint8)  # in a worker: straight into shared memory
-    return Batch(image, torch.as_tensor(images.labels[rows.numpy()], dtype=torch.int64), rows, repetitions, skipped)
+    labels = torch.as_tensor(images.labels[rows.numpy()], dtype=torch.int64)
+    nothing = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
+    image = default_collate(views) if views else nothing # in a worker: straight into shared memory
+    return Batch(image, labels, rows, repetitions, skipped)
 
 # %% ../nbs/18_loading.ipynb #1e668f2c
 @dataclass
@@ -66,81 +70,126 @@ class _Batches(Dataset):
     def __getitem__(self, key): return make_batch(self.images, self.source.load, self.view, *key)
 
 def _data_loader(batches:_Batches,
-                 steps,                # iterable of keys, one for each batch
-                 workers:int,          # processes, 0: this one
-                 pin_memory:bool|None  # None: where there is a GPU
+                 steps,               # iterable of keys, one for each batch
+                 workers:int,         # processes, 0: this one
+                 pin_memory:bool|None # None: where there is a GPU
                 )->DataLoader:
     "One key, one batch, by any number of processes."
-    workers = _at_least('workers', workers, 0)
-    return DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers, persistent_workers=workers > 0,
-                      pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-                      multiprocessing_context='fork' if workers and sys.platform == 'linux' else None,
-                      generator=torch.Generator())  # its own, or it would draw from the global one
+    method = 'fork' if workers and sys.platform == 'linux' else None
+    pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
+    return DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,
+                      persistent_workers=workers > 0, multiprocessing_context=method,
+                      generator=torch.Generator()) # its own, or it would draw from the global one
 
 # %% ../nbs/18_loading.ipynb #f64168c3
+def _is_dead_worker(e:Exception)->bool:
+    "The news that a worker died? An error of the code that it runs comes with its own traceback."
+    if str(e).startswith('Caught'): return False
+    return not isinstance(e, RuntimeError) or 'DataLoader worker' in str(e)
+
 def _fetch(batches:DataLoader, name:str):
     "The batches, or one sentence if a worker died."
     try: yield from batches
     except (RuntimeError, OSError, EOFError) as e:
-        own = str(e).startswith('Caught')  # an error of the code that a worker runs comes with its own traceback
-        if own or not batches.num_workers or isinstance(e, RuntimeError) and 'DataLoader worker' not in str(e): raise
-        raise RuntimeError(f'workers={batches.num_workers}: one of those that load {name} died ({(str(e) or type(e).__name__).splitlines()[0]}): if memory ran out, take fewer workers or a smaller batch') from e
+        if not batches.num_workers or not _is_dead_worker(e): raise
+        why = (str(e) or type(e).__name__).splitlines()[0]
+        todo = 'if memory ran out, take fewer workers or a smaller batch'
+        what = f'workers={batches.num_workers}: one of those that load {name} died ({why})'
+        raise RuntimeError(f'{what}: {todo}') from e
 
 # %% ../nbs/18_loading.ipynb #e927a2b8
+def _first(skipped:dict)->str:
+    "The first of the images that were skipped, to end a sentence."
+    return ', the first: ' + ' '.join(next(iter(skipped.items()))) if skipped else ''
+
 class Loader:
     "Batches of a set, and what was skipped on the way."
-    def __init__(self, images:ImageSet, view, steps, source=None, bad:str='raise', workers:int=0, pin_memory:bool|None=None):
-        self.images, self.steps, self.bad, self.skipped = images, steps, _one_of('bad', bad, ('raise', 'skip')), {}
-        self.batches = _data_loader(_Batches(images, view, source or images), steps, workers, pin_memory)
+    def __init__(self,
+                 images:ImageSet,   # what is loaded
+                 view,              # see `make_batch`
+                 steps,             # keys of the batches: (epoch, [(row, repetition), ...])
+                 source=None,       # has `load`; the set itself if not given
+                 bad:str='raise',   # an image that cannot be read: 'raise' or 'skip'
+                 workers:int=0,     # processes that make batches, 0: this one
+                 pin_memory:bool|None=None): # None: where there is a GPU
+        check_choice('bad', bad, ('raise', 'skip')); check_int('workers', workers)
+        self.images, self.steps, self.bad, self.skipped = images, steps, bad, {}
+        batches = _Batches(images, view, source or images)
+        self.batches = _data_loader(batches, steps, workers, pin_memory)
     def __len__(self): return len(self.steps)
-    def _note(self, skipped:dict):
-        "The policy for bad images."
-        self.skipped |= skipped
-        if skipped and self.bad == 'raise':
-            path, reason = next(iter(skipped.items()))
-            raise BadImage(path, f"{reason}; or leave it out with bad='skip'")
     def __iter__(self):
         some = not len(self)
         for batch in _fetch(self.batches, self.images.name):
-            self._note(batch.skipped)
+            self.note(batch.skipped)
             if len(batch.image): some = True; yield batch
-        if not some: raise ValueError(f'images={self.images.name}: none could be read, the first: {" ".join(next(iter(self.skipped.items())))}')
-    @property
-    def kept(self)->np.ndarray:
-        "Rows that are left when the whole groups of skipped images are taken out."
-        groups = self.images.groups
-        return np.flatnonzero(~np.isin(groups, groups[[p in self.skipped for p in self.images.paths]]))
+        require(some, f'images={self.images.name}: none could be read{_first(self.skipped)}')
+
+# %% ../nbs/18_loading.ipynb #3d92a9ba
+@patch
+def note(self:Loader,
+         skipped:dict # path -> reason, of images that could not be read
+        )->None:
+    "Remember images that are left out, or stop at the first: the policy for bad images."
+    self.skipped |= skipped
+    if skipped and self.bad == 'raise':
+        path, reason = next(iter(skipped.items()))
+        raise BadImage(path, f"{reason}; or leave it out with bad='skip'")
+
+@patch(as_prop=True)
+def kept(self:Loader)->np.ndarray:
+    "Rows that are left when the whole groups of skipped images are taken out."
+    groups, gone = self.images.groups, [p in self.skipped for p in self.images.paths]
+    return np.flatnonzero(~np.isin(groups, groups[gone]))
 
 # %% ../nbs/18_loading.ipynb #bfec0085
 def _of_size(image:Tensor, images:ImageSet, row:int)->Tensor:
-    "The image, or a sentence if it is not as large as the index says."
-    if (found := tuple(image.shape[1:])) != (said := tuple(images.sizes[row].tolist())):
-        raise BadImage(images.paths[row], f'is {found[0]} x {found[1]} pixels, but the index of {images.name} says {said[0]} x {said[1]}: index the set again')
-    return image
+    "The image, if it is as large as the index says."
+    (h, w), (height, width) = image.shape[1:], images.sizes[row].tolist()
+    if (h, w) == (height, width): return image
+    what = f'is {h} x {w} pixels, but the index of {images.name} says {height} x {width}'
+    raise BadImage(images.paths[row], f'{what}: index the set again')
+
+def _check_sizes(images:ImageSet)->None:
+    "A set that was made without its index does not know the sizes."
+    what = f'images={images.name} does not know the sizes of its images'
+    require(images.sizes.all(), f'{what}: read it with index_set or one of the readers')
 
 # %% ../nbs/18_loading.ipynb #15352bb8
 class Decoded:
     "All images of a set, decoded, in one block of memory."
-    def __init__(self, images:ImageSet, limit:float=4.):
+    def __init__(self,
+                 images:ImageSet, # with sizes
+                 limit:float=4.,  # gigabytes that they may take
+                 show:bool=True): # a progress bar?
+        _check_sizes(images)
         sizes = 3*images.sizes.prod(1)
-        if not sizes.all(): raise ValueError(f'images={images.name} does not know the sizes of its images: read it with index_set or one of the readers, or pass cache=False')
-        if (need := sizes.sum()/1e9) > limit:
-            raise ValueError(f'cache=True would take {need:.2f} GB for {images.name}, more than cache_limit={limit} GB: pass cache=False or raise cache_limit')
+        need, todo = sizes.sum()/1e9, 'pass cache=False or raise cache_limit'
+        require(need <= limit, f'cache=True would take {need:.2f} GB for {images.name}, '
+                f'more than cache_limit={limit} GB: {todo}')
         self.images, self.ends = images, np.cumsum(sizes)
         self.pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # decoders let other threads run
-            errors = tqdm(pool.map(self._fill, range(len(images))), desc=f'decode {images.name}', total=len(images), delay=2, mininterval=1, file=sys.__stderr__)
-            self.bad = {row: e for row, e in enumerate(errors) if e}  # in the order of the rows, whichever came first
-    def _block(self, row):
-        h, w = self.images.sizes[row].tolist()
-        return self.pixels[self.ends[row]-3*h*w:self.ends[row]].view(h, w, 3).permute(2, 0, 1)  # colours of a pixel side by side: the resize is faster
-    def _fill(self, row):
-        try: self._block(row).copy_(_of_size(self.images.load(row), self.images, row))
-        except BadImage as e: return e
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # decoders release the GIL
+            done = pool.map(self._fill, range(len(images))) # in the order of the rows
+            bar = progress(done, f'decode {images.name}', len(images), show=show)
+            self.bad = {row: e for row, e in enumerate(bar) if e}
     def load(self, row:int)->Tensor:
         "The same as `ImageSet.load`."
         if row in self.bad: raise self.bad[row]
         return self._block(row)
+
+# %% ../nbs/18_loading.ipynb #99f3a8fe
+@patch
+def _block(self:Decoded, row:int)->Tensor: # uint8, (3, h, w), a window into the memory
+    "Where an image lies: the colours of a pixel side by side, which makes the resize faster."
+    h, w = self.images.sizes[row].tolist()
+    end = self.ends[row]
+    return self.pixels[end - 3*h*w:end].view(h, w, 3).permute(2, 0, 1)
+
+@patch
+def _fill(self:Decoded, row:int)->BadImage|None:
+    "Decode one image into its place; an error is returned, not raised."
+    try: self._block(row).copy_(_of_size(self.images.load(row), self.images, row))
+    except BadImage as e: return e
 
 # %% ../nbs/18_loading.ipynb #ceb41ee5
 @dataclass
@@ -150,31 +199,33 @@ class _Steps:
     def __len__(self): return len(self.sampler)
     def __iter__(self): return zip(repeat(self.sampler.epoch), self.sampler)
 
-def _training_view(image, epoch, row, repetition, transform, seed): return transform(image, view_rng(seed, epoch, row, repetition))
+def _training_view(image, epoch, row, repetition, transform, seed)->Tensor:
+    "One augmented view: a function of its four numbers."
+    return transform(image, view_rng(seed, epoch, row, repetition))
 
 # %% ../nbs/18_loading.ipynb #6d17849f
-def _image_set(images)->ImageSet:
-    "The set, or a sentence."
-    if not isinstance(images, ImageSet): raise TypeError(f'images is a {type(images).__name__}: pass an ImageSet, as the readers of multigrain.data return it')
-    if not len(images): raise ValueError(f'images={images.name} is empty: there is nothing to load')
+def _check_set(images)->ImageSet:
+    "A set that holds something."
+    check_type('images', images, ImageSet, 'an ImageSet, as the readers return it')
+    require(len(images), f'images={images.name} is empty: there is nothing to load')
     return images
 
 # %% ../nbs/18_loading.ipynb #72ee4773
 class TrainLoader(Loader):
     "Batches of repeated augmentation, one for each step of an epoch."
-    def set_epoch(self, epoch:int, start:int=0):
+    def set_epoch(self, epoch:int, start:int=0)->None:
         "Iterate over `epoch` from now on, beginning at step `start`."
         self.steps.sampler.set_epoch(epoch, start)
     def __iter__(self):
         for batch in _fetch(self.batches, self.images.name):
-            self._note(batch.skipped)
-            if not len(batch.image):  # a step must not vanish: a run that resumes counts them
-                raise ValueError(f'images={self.images.name}: no image of a batch could be read, the first: {" ".join(next(iter(batch.skipped.items())))}')
+            self.note(batch.skipped) # a step must not vanish: a run that resumes counts them
+            what = 'no image of a batch could be read'
+            require(len(batch.image), f'images={self.images.name}: {what}{_first(batch.skipped)}')
             yield batch
 
 # %% ../nbs/18_loading.ipynb #d538e46e
 def train_loader(images:ImageSet,          # training set
-                 kind:str='full',          # full, AA or crop
+                 augmentation:str='full',  # full, AA or crop
                  s:int=224,                # side of the views
                  batch_size:int=512,       # views in a batch of one rank
                  m:int=3,                  # views of each image
@@ -184,17 +235,20 @@ def train_loader(images:ImageSet,          # training set
                  rank:int=0, world_size:int=1, # this process among so many
                  cache:bool=False,         # keep all images decoded in memory?
                  cache_limit:float=4.,     # gigabytes that they may take
-                 bad:str='raise',          # an image that cannot be read: 'raise', or 'skip' all its views
+                 bad:str='raise',          # an image that cannot be read: 'raise', or 'skip' it
                  exact:bool=True,          # colours as PIL computes them, or fused and faster
                  params:Augmentation=FULL, # own ranges: FULL._replace(...)
                  pin_memory:bool|None=None # None: where there is a GPU
                 )->TrainLoader:            # of `Batch`
     "Batches of repeated augmentation: each image decoded once, m views of it."
-    steps = _Steps(RABatchSampler(len(_image_set(images)), batch_size, m, iterations, seed, rank, world_size))
-    view = partial(_training_view, transform=train_transform(kind, s, exact, params), seed=seed)
-    source = Decoded(images, cache_limit) if cache and images.pixels is None else None  # pixels are in memory already
+    n = len(_check_set(images))
+    steps = _Steps(RABatchSampler(n, batch_size, m, iterations, seed, rank, world_size))
+    transform = train_transform(augmentation, s, exact, params)
+    view = partial(_training_view, transform=transform, seed=seed)
+    in_files = images.pixels is None # else they are in memory already
+    source = Decoded(images, cache_limit) if cache and in_files else None
     loader = TrainLoader(images, view, steps, source, bad, workers, pin_memory)
-    if source: loader._note({e.path: e.reason for e in source.bad.values()})  # known before the first step
+    if source: loader.note({e.path: e.reason for e in source.bad.values()}) # before the first step
     return loader
 
 # %% ../nbs/18_loading.ipynb #d6b7acde
@@ -204,18 +258,20 @@ def view_sizes(images:ImageSet, # set with sizes
               )->np.ndarray:    # (n, 2), height and width of each view
     "Sizes of the test views of a set, without decoding anything."
     if square: return np.full((len(images), 2), s)
-    if not images.sizes.all(): raise ValueError(f'images={images.name} does not know the sizes of its images: read it with index_set or one of the readers')
-    kinds, which = np.unique(images.sizes, axis=0, return_inverse=True)
-    return np.array([target_size(w, h, s) for h, w in kinds.tolist()]).clip(1)[which.reshape(-1)]  # no side vanishes
+    _check_sizes(images)
+    shapes, which = np.unique(images.sizes, axis=0, return_inverse=True)
+    views = np.array([target_size(w, h, s) for h, w in shapes.tolist()]).clip(1) # no side vanishes
+    return views[which.reshape(-1)]
 
 # %% ../nbs/18_loading.ipynb #1f496f53
-def size_batches(sizes:np.ndarray,  # (n, 2), height and width of each view
-                 batch_size:int,    # images in a batch, at most
-                 max_pixels:int     # pixels in a batch, at most (one image is always allowed)
-                )->list:            # arrays of rows; each row once
+def size_batches(sizes:np.ndarray, # (n, 2), height and width of each view
+                 batch_size:int,   # images in a batch, at most
+                 max_pixels:int    # pixels in a batch, at most (one image is always allowed)
+                )->list:           # arrays of rows; each row once
     "Rows in batches of one exact size, large ones first."
-    batch_size, max_pixels = _at_least('batch_size', batch_size, 1), _at_least('max_pixels', max_pixels, 1)
-    order = np.lexsort((sizes[:, 1], sizes[:, 0], -sizes.prod(1)))  # what does not fit into memory should fail at once, not at the end
+    check_int('batch_size', batch_size, 1); check_int('max_pixels', max_pixels, 1)
+    # large ones first: what does not fit into memory should fail at once, not at the end
+    order = np.lexsort((sizes[:, 1], sizes[:, 0], -sizes.prod(1)))
     cuts = np.flatnonzero((np.diff(sizes[order], axis=0) != 0).any(1)) + 1
     batches = []
     for rows in np.split(order, cuts) if len(order) else []:
@@ -225,53 +281,65 @@ def size_batches(sizes:np.ndarray,  # (n, 2), height and width of each view
 
 # %% ../nbs/18_loading.ipynb #976db5a7
 def _rows(images:ImageSet, rows)->np.ndarray:
-    "Row numbers from None (all), numbers or a mask, or a sentence."
+    "Row numbers from None (all), numbers or a mask."
     if rows is None: return np.arange(len(images))
     try: return np.arange(len(images))[np.asarray(rows, None if np.size(rows) else int)]
-    except IndexError as e: raise ValueError(f'rows must be numbers below {len(images)}, or one True or False for each image of {images.name} ({e})') from e
+    except IndexError as e:
+        what = f'numbers below {len(images)}, or one True or False for each image of {images.name}'
+        raise ValueError(f'rows must be {what} ({e})') from e
 
 # %% ../nbs/18_loading.ipynb #d5b80f2c
-def _test_view(image, epoch, row, repetition, transform, images=None): return transform(image if images is None else _of_size(image, images, row))
+def _test_view(image, epoch, row, repetition, transform, images=None)->Tensor:
+    "The view of a test protocol; with `images` only of a file that is as large as its index says."
+    return transform(image if images is None else _of_size(image, images, row))
 
-def test_loader(images:ImageSet,        # what to embed
-                s:int=224,              # resolution s*
-                square:bool=True,       # centre crop, or the whole rectangle with its larger side at s
-                batch_size:int=32,      # images in a batch, at most
+def test_loader(images:ImageSet,          # what to embed
+                s:int=224,                # resolution s*
+                square:bool=True,         # centre crop, or the whole rectangle, larger side s
+                batch_size:int=32,        # images in a batch, at most
                 max_pixels:int=8_000_000, # pixels in a batch, at most
-                workers:int=0,          # processes that make batches, 0: this one
-                bad:str='raise',        # an image that cannot be read: 'raise' or 'skip'
-                rows=None,              # only these rows: what is left of an interrupted job, or the share of one process
-                exact:bool=True,        # resize with PIL, or faster to within one grey level
+                workers:int=0,            # processes that make batches, 0: this one
+                bad:str='raise',          # an image that cannot be read: 'raise' or 'skip'
+                rows=None,                # only these: the rest of a job, or the share of a process
+                exact:bool=True,          # resize with PIL, or faster to within one grey level
                 pin_memory:bool|None=None # None: where there is a GPU
-               )->Loader:               # of `Batch`, in the order of their sizes; `instance` puts results back
-    "Batches of one exact size after the resize: no padding, and no crop in the rectangular protocol."
-    transform, rows = test_transform(s, square, exact), _rows(_image_set(images), rows)
-    batches = [rows[o] for o in size_batches(view_sizes(images, s, square)[rows], batch_size, max_pixels)]
+               )->Loader:                 # of `Batch`, by size; `instance` puts results back
+    "Batches of one exact size after the resize: no padding, nor any crop of rectangles."
+    transform, rows = test_transform(s, square, exact), _rows(_check_set(images), rows)
+    sizes = view_sizes(images, s, square)[rows]
+    batches = [rows[o].tolist() for o in size_batches(sizes, batch_size, max_pixels)]
     view = partial(_test_view, transform=transform, images=None if square else images)
-    return Loader(images, view, [(0, [(i, 0) for i in o.tolist()]) for o in batches], bad=bad, workers=workers, pin_memory=pin_memory)
+    steps = [(0, [(i, 0) for i in o]) for o in batches]
+    return Loader(images, view, steps, bad=bad, workers=workers, pin_memory=pin_memory)
 
-test_loader.__test__ = False  # its name would make pytest run it wherever it is imported
+test_loader.__test__ = False # its name would make pytest run it wherever it is imported
 
 # %% ../nbs/18_loading.ipynb #d53d2fd1
-_COPIES = 2**63  # in place of an epoch
+_COPIES = 2**63 # in place of an epoch
 
-def _copy_view(image, epoch, row, repetition, transform, seed, groups): return transform(image, view_rng(seed, epoch, groups[row], repetition))
+def _copy_view(image, epoch, row, repetition, transform, seed, groups)->Tensor:
+    "One augmented copy: its image is the group of the row."
+    return transform(image, view_rng(seed, epoch, groups[row], repetition))
 
-def copies_loader(images:ImageSet,    # made by `in_aug`
-                  s:int=224,          # resolution s*
-                  batch_size:int=32,  # copies in a batch
-                  seed:int=0,         # of the augmentations
-                  kind:str='full',    # full, AA or crop
-                  workers:int=0,      # processes that make batches, 0: this one
-                  bad:str='raise',    # an image that cannot be read: 'raise', or 'skip' all its copies
-                  exact:bool=True,    # colours as PIL computes them, or fused and faster
-                  pin_memory:bool|None=None # None: where there is a GPU
-                 )->Loader:           # of `Batch`; `instance` is the row of the copy, `repetition` its number
+def copies_loader(images:ImageSet,          # made by `in_aug`
+                  s:int=224,                # resolution s*
+                  batch_size:int=32,        # copies in a batch
+                  seed:int=0,               # of the augmentations
+                  augmentation:str='full',  # full, AA or crop
+                  workers:int=0,            # processes that make batches, 0: this one
+                  bad:str='raise',          # an image that cannot be read: 'raise', or 'skip' it
+                  exact:bool=True,          # colours as PIL computes them, or fused and faster
+                  pin_memory:bool|None=None,# None: where there is a GPU
+                  kind:str=''               # transitional: the old name of augmentation
+                 )->Loader:                 # of `Batch`; `instance` is the row of a copy
     "The augmented copies of IN-aug, each image decoded once for those in one batch."
-    keys = list(zip(range(len(_image_set(images))), images.copies.tolist()))
-    n = _at_least('batch_size', batch_size, 1)
-    view = partial(_copy_view, transform=train_transform(kind, s, exact), seed=_at_least('seed', seed, 0), groups=images.groups)
-    return Loader(images, view, [(_COPIES, keys[i:i+n]) for i in range(0, len(keys), n)], bad=bad, workers=workers, pin_memory=pin_memory)
+    augmentation = kind or augmentation # transitional
+    check_int('seed', seed); check_int('batch_size', batch_size, 1)
+    keys = list(zip(range(len(_check_set(images))), images.copies.tolist()))
+    transform = train_transform(augmentation, s, exact)
+    view = partial(_copy_view, transform=transform, seed=seed, groups=images.groups)
+    steps = [(_COPIES, keys[i:i+batch_size]) for i in range(0, len(keys), batch_size)]
+    return Loader(images, view, steps, bad=bad, workers=workers, pin_memory=pin_memory)
 
 # %% ../nbs/18_loading.ipynb #fcf98e57
 def to_device(batch:Batch,              # as loaded
@@ -281,7 +349,7 @@ def to_device(batch:Batch,              # as loaded
               channels_last:bool=False  # memory layout of the images
              )->Batch:                  # image: float32, normalised
     "A batch as the network wants it."
-    if not isinstance(batch, Batch): raise TypeError(f'batch is a {type(batch).__name__}: pass a Batch, as the loaders give it')
+    check_type('batch', batch, Batch, 'a Batch, as the loaders give it')
     image, *rest = (o.to(device, non_blocking=o.is_pinned()) for o in batch[:4])
     if channels_last: image = image.contiguous(memory_format=torch.channels_last)
     return Batch(normalize(image, mean, std), *rest, batch.skipped)
