@@ -1,4 +1,4 @@
-"The index in real processes: killed at every step, killed while embedding, two writers, hostile files, grown and built at once."
+"The index in real processes: killed at every step and while embedding, two writers, hostile files, grown or built."
 import json, os, shutil, signal, subprocess, sys, time, warnings
 from pathlib import Path
 
@@ -16,10 +16,16 @@ def model(): return MultiGrain('mini', n_classes=4)
 def draw(folder, numbers, shift=0):
     "Synthetic pictures."
     folder.mkdir(parents=True, exist_ok=True)
-    for i in numbers: Image.fromarray(np.random.default_rng(i + shift).integers(0, 256, (5, 6, 3), dtype=np.uint8)).resize((40, 36), Image.Resampling.BICUBIC).save(folder/f'{i:03}.png')
+    for i in numbers:
+        noise = np.random.default_rng(i + shift).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((40, 36), Image.Resampling.BICUBIC).save(folder/f'{i:03}.png')
     return folder
 
-def state(index): return dict(paths=[Path(o).name for o in index.paths], vectors=np.array(index.near.embeddings), labels=index.rows['label'].tolist(), thumbnails=[index.thumbnail(i).tobytes() for i in range(len(index))])
+def state(index):
+    "What an index holds."
+    return dict(paths=[Path(o).name for o in index.paths], vectors=np.array(index.near.embeddings),
+                labels=index.rows['label'].tolist(),
+                thumbnails=[index.thumbnail(i).tobytes() for i in range(len(index))])
 
 def same(a, b):
     assert a['paths'] == b['paths'] and a['labels'] == b['labels'] and a['thumbnails'] == b['thumbnails']
@@ -27,8 +33,11 @@ def same(a, b):
 
 def start(tmp_path, body, *arguments):
     "A script in a process of its own."
-    (script := tmp_path/'script.py').write_text(f'import sys, time\nsys.path.insert(0, {str(ROOT/"tests")!r})\nfrom test_search import *\nwarnings.simplefilter("ignore")\n{body}')
-    return subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT)))
+    head = f'import sys, time\nsys.path.insert(0, {str(ROOT/"tests")!r})\nfrom test_search import *\n'
+    script, env = tmp_path/'script.py', os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
+    script.write_text(f'{head}warnings.simplefilter("ignore")\n{body}')
+    return subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, text=True, env=env)
 
 EVERYWHERE = '''
 root = Path(sys.argv[1])
@@ -80,10 +89,11 @@ def killed(tmp_path_factory):
 
 @pytest.mark.parametrize('which', ['build', 'add', 'remove'])
 def test_killed_at_every_step(killed, which):
-    "SIGKILL before every flush, rename and removal: the old state or the new one, and the next call finishes the work."
+    "SIGKILL before every flush, rename and removal: the old state or the new one; the next call finishes the work."
     tmp, results = killed[0], killed[1][which]
     assert all(r[0] == signal.SIGKILL for r in results[:-1]) and len(results) > 8, results
-    old, new, seen = None if which == 'build' else state(Index.open(tmp/'index')), state(Index.open(results[-1][1])), []
+    old = None if which == 'build' else state(Index.open(tmp/'index'))
+    new, seen = state(Index.open(results[-1][1])), []
     for i, (_, folder) in enumerate(results[:-1]):
         try: now = Index.open(folder)
         except ValueError as e:
@@ -98,7 +108,8 @@ def test_killed_at_every_step(killed, which):
         elif seen[-1] == 'old': now.remove(now.paths[1:3])
         same(state(Index.open(folder)), new)
         if seen[-1] != 'new': assert not [o for o in Path(folder).iterdir() if o.name.startswith('.work')]
-    assert seen == sorted(seen, key=['nothing', 'old', 'new'].index) and len({*seen}) == 2, 'the change must happen in one step, once'
+    in_order = seen == sorted(seen, key=['nothing', 'old', 'new'].index)
+    assert in_order and len({*seen}) == 2, 'the change must happen in one step, once'
 
 SLOW = '''
 class Slow(MultiGrain):
@@ -117,7 +128,8 @@ def test_killed_while_embedding_and_resumed(tmp_path):
             assert child.poll() is None, child.communicate()[1]
             marks = list((tmp_path/'index').glob('.work-*/done.npy'))
             if marks and np.load(marks[0]).sum() >= 6: break
-        with pytest.raises(RuntimeError, match='is being written by another process'): Index.build(photos, model(), tmp_path/'index', **HOW)
+        with pytest.raises(RuntimeError, match='is being written by another process'):
+            Index.build(photos, model(), tmp_path/'index', **HOW)
         child.send_signal(signal.SIGKILL)
     finally:
         child.kill(); child.communicate()
@@ -125,9 +137,12 @@ def test_killed_while_embedding_and_resumed(tmp_path):
     assert 6 <= len(safe) < 30
     with pytest.raises(ValueError, match='holds no index'): Index.open(tmp_path/'index')
     stored = np.load(marks[0].parent/'embeddings.npy', mmap_mode='r+')
-    stored[0, safe[0]] = 0; stored[0, safe[0], 0] = 1; stored.flush()  # a mark, to see that what is safe is not computed again
+    stored[0, safe[0]] = 0  # a mark, to see that what is safe is not computed again
+    stored[0, safe[0], 0] = 1
+    stored.flush()
     resumed = Index.build(photos, model(), tmp_path/'index', **HOW)
-    assert len(resumed) == 30 and resumed.near.embeddings[safe[0], 0] == 1 and not list((tmp_path/'index').glob('.work-*'))
+    assert len(resumed) == 30 and resumed.near.embeddings[safe[0], 0] == 1
+    assert not list((tmp_path/'index').glob('.work-*'))
 
 def test_grown_equals_built_at_once(tmp_path):
     "Add, remove, change, delete and update; then the same folder from scratch."
@@ -139,13 +154,15 @@ def test_grown_equals_built_at_once(tmp_path):
     grown.update(progress=False)
     fresh = Index.build(photos, model(), tmp_path/'fresh', distractors=unrelated, fpr=.05, **HOW)
     same(state(grown), state(fresh))
-    assert len(grown) == 20 - 2 + 10 + 3 and grown.manifest['copy']['threshold'] == pytest.approx(fresh.manifest['copy']['threshold'], abs=1e-5)
+    assert len(grown) == 20 - 2 + 10 + 3
+    assert grown.calibration.threshold == pytest.approx(fresh.calibration.threshold, abs=1e-5)
     for grain in ('class', 'instance', 'copy'):
         for i in (2, 6, 33):
             a, b = (o.query(photos/f'{i:03}.png', grain, 5) for o in (grown, fresh))
-            assert [h.path for h in a] == [h.path for h in b] and np.allclose([h.similarity for h in a], [h.similarity for h in b], atol=1e-5)
-    generation = grown.manifest['generation']
-    assert grown.update(progress=False).manifest['generation'] == generation
+            assert [h.path for h in a] == [h.path for h in b]
+            assert np.allclose([h.similarity for h in a], [h.similarity for h in b], atol=1e-5)
+    generation = grown.manifest.generation
+    assert grown.update(progress=False).manifest.generation == generation
 
 def test_two_objects_of_one_index(tmp_path):
     "One that was opened before the other wrote builds on what is there, and still answers from what it has."
@@ -153,7 +170,8 @@ def test_two_objects_of_one_index(tmp_path):
     a = Index.build(photos, model(), tmp_path/'index', **HOW)
     b = Index.open(tmp_path/'index')
     a.add(draw(tmp_path/'more', [10, 11]), progress=False)
-    assert len(b) == 6 and len(b.query(photos/'000.png')) == 6 and b.thumbnail(3).size == (16, 14)  # its files are gone, but open
+    assert len(b) == 6 and len(b.query(photos/'000.png')) == 6 # its files are gone, but open
+    assert b.thumbnail(3).size == (16, 14)
     b.add(draw(tmp_path/'third', [20]), progress=False)
     assert len(b) == len(Index.open(tmp_path/'index')) == 9
 
@@ -161,15 +179,21 @@ def hostile(folder):
     "Files that are not what their names say."
     draw(folder, range(3))
     good = (folder/'000.png').read_bytes()
-    (folder/'empty.jpg').touch(); (folder/'text.png').write_text('hello'); (folder/'cut.png').write_bytes(good[:-200]); (folder/'dangling.jpg').symlink_to(folder/'nowhere')
-    Image.new('RGB', (1, 400)).save(folder/'thin.png'); (folder/'folder.jpg').mkdir(); os.mkfifo(folder/'pipe.jpg')
+    (folder/'empty.jpg').touch()
+    (folder/'text.png').write_text('hello')
+    (folder/'cut.png').write_bytes(good[:-200])
+    (folder/'dangling.jpg').symlink_to(folder/'nowhere')
+    Image.new('RGB', (1, 400)).save(folder/'thin.png')
+    (folder/'folder.jpg').mkdir()
+    os.mkfifo(folder/'pipe.jpg')
     (folder/'bomb.png').write_bytes(good[:16] + (60000).to_bytes(4, 'big')*2 + good[24:])
     (Path(os.fsdecode(os.fsencode(folder) + b'/odd\xff\nname.png'))).write_bytes(good)
     return folder
 
 def test_hostile_files(tmp_path):
     index = Index.build(hostile(tmp_path/'photos'), model(), tmp_path/'index', **HOW)
-    assert len(index) == 4 and {Path(o).name for o in index.skipped} == {'empty.jpg', 'text.png', 'cut.png', 'dangling.jpg', 'thin.png', 'pipe.jpg', 'bomb.png'}
+    bad = {'empty.jpg', 'text.png', 'cut.png', 'dangling.jpg', 'thin.png', 'pipe.jpg', 'bomb.png'}
+    assert len(index) == 4 and {Path(o).name for o in index.skipped} == bad
     assert all('\n' not in o and len(o) > 8 for o in index.skipped.values())
     odd = [o.path for o in Index.open(tmp_path/'index').query(tmp_path/'photos'/'000.png', k=2)]
     assert {Path(o).name for o in odd} == {'000.png', os.fsdecode(b'odd\xff\nname.png')}
@@ -181,7 +205,8 @@ def test_hostile_files(tmp_path):
 @pytest.mark.parametrize('name', ['empty.jpg', 'cut.png', 'thin.png'])
 def test_nothing_usable(tmp_path, name):
     photos = hostile(tmp_path/'photos')
-    with pytest.raises(ValueError, match=f'not one of 1 can be used, the first: .*{name}'): Index.build(photos/name, model(), tmp_path/'index', **HOW)
+    with pytest.raises(ValueError, match=f'not one of 1 can be used, the first: .*{name}'):
+        Index.build(photos/name, model(), tmp_path/'index', **HOW)
     with pytest.raises(ValueError, match='holds no index'): Index.open(tmp_path/'index')
     index = Index.build(photos/'001.png', model(), tmp_path/'index', **HOW)  # the folder can still be used
     assert len(index) == 1 and len(index.query(photos/'000.png', k=10)) == 1
@@ -194,8 +219,10 @@ def test_damaged_index(whole, tmp_path, file, damage):
     folder = Path(shutil.copytree(whole, tmp_path/'index'))
     path = next(folder.rglob(file))
     data = path.read_bytes()
+    code = b'cposix\nsystem\n(S"touch ' + str(tmp_path/'executed').encode() + b'"\ntR.'
+    damaged = dict(cut=data[:len(data)//2], swap=b'\x93NUMPY\x01\x00garbage' + data[15:-1], pickle=code)
     if damage == 'gone': path.unlink()
-    else: path.write_bytes(dict(cut=data[:len(data)//2], swap=b'\x93NUMPY\x01\x00garbage' + data[15:-1], pickle=b'cposix\nsystem\n(S"touch ' + str(tmp_path/'executed').encode() + b'"\ntR.')[damage])
+    else: path.write_bytes(damaged[damage])
     with pytest.raises(ValueError) as e: Index.open(folder)
     assert '\n' not in str(e.value) and str(folder) in str(e.value) and not (tmp_path/'executed').exists()
 
@@ -211,7 +238,8 @@ def test_disk_full_leaves_the_index_as_it_was(tmp_path, monkeypatch):
         if 'rows.npy' in os.readlink(f'/proc/self/fd/{handle}'): raise OSError(28, 'No space left on device')
         real(handle)
     monkeypatch.setattr(os, 'fsync', full)
-    with pytest.raises(OSError, match='No space left on device.*as it was before'): index.add(draw(tmp_path/'more', [10]), progress=False)
+    with pytest.raises(OSError, match='No space left on device.*as it was before'):
+        index.add(draw(tmp_path/'more', [10]), progress=False)
     monkeypatch.undo()
     same(state(Index.open(tmp_path/'index')), before)
     assert len([o for o in (tmp_path/'index').iterdir() if o.name.startswith('generation')]) == 1
@@ -219,8 +247,12 @@ def test_disk_full_leaves_the_index_as_it_was(tmp_path, monkeypatch):
 
 def test_another_model_or_resolution_is_refused(whole):
     photos = whole.parent/'photos'
-    for refused, words in ((lambda: Index.open(whole, MultiGrain('mini', n_classes=4, seed=1)), 'belongs to another model'), (lambda: Index.open(whole, s=64), 'was built with s=32, not s=64'),
-                           (lambda: Index.build(photos, model(), whole, s=48), 'was built with s=32, not s=48'), (lambda: Index.build(photos, model(), whole, s=32, p=1.5), 'was built with p=3.0, not p=1.5'),
-                           (lambda: Index.build(photos, MultiGrain('mini', n_classes=5), whole, s=32), 'belongs to another model')):
+    def build(net, **how): return lambda: Index.build(photos, net, whole, **how)
+    other, wider = MultiGrain('mini', n_classes=4, seed=1), MultiGrain('mini', n_classes=5)
+    for refused, words in ((lambda: Index.open(whole, other), 'belongs to another model'),
+                           (lambda: Index.open(whole, s=64), 'was built with s=32, not s=64'),
+                           (build(model(), s=48), 'was built with s=32, not s=48'),
+                           (build(model(), s=32, p=1.5), 'was built with p=3.0, not p=1.5'),
+                           (build(wider, s=32), 'belongs to another model')):
         with pytest.raises(ValueError, match=words): refused()
     assert len(Index.open(whole, model(), s=32, p=3)) == 4
