@@ -1,37 +1,85 @@
-"`papermill nbs/train.ipynb` as people type it, at the smallest scale."
-import json, os, subprocess, sys
+"`papermill nbs/train.ipynb` as people type it, at the smallest scale; and what names a run."
+import ast, json, os, subprocess, sys
+from dataclasses import asdict
 from pathlib import Path
 import pytest
+from multigrain.launch import Machine, Place, find_run, make_request, parameter_names
+from multigrain.recipe import ADDED_LATER, Recipe, make_recipe, parameters
+from multigrain.runs import run_hash
 
 ROOT = Path(__file__).parents[1]
 
+# The recipe: one list, and the names of runs that it decides.
+
+def parameters_cell():
+    "Parameters of the notebook and their defaults."
+    cells = json.loads((ROOT/'nbs'/'train.ipynb').read_text())['cells']
+    cell = next(c for c in cells if 'parameters' in c['metadata'].get('tags', []))
+    assigned = [o for o in ast.parse(''.join(cell['source'])).body if isinstance(o, ast.Assign)]
+    return {o.targets[0].id: ast.literal_eval(o.value) for o in assigned}
+
+def test_the_notebook_has_the_parameters_of_the_recipe():
+    cell = parameters_cell()
+    assert list(cell) == parameter_names()
+    assert make_request(**cell) == (make_recipe('mini'), Place(), Machine())
+    assert all(cell[o] is None for o in asdict(Recipe()) if o != 'preset')
+
+@pytest.mark.parametrize('given,name', [
+    (dict(), 'smoke-1baa8281'), (dict(lam=1, m=1), 'smoke-2504d990'),
+    (dict(sampling='published', learn_p=True), 'smoke-ae3f7a53')])
+def test_names_of_runs_stay(given, name):
+    "Names that were given by an earlier version."
+    assert find_run(make_recipe('smoke', **given), Place(out='store')).folder == Path('store')/name
+
+def test_stored_runs_have_the_names_of_their_parameters():
+    files = sorted((ROOT/'data'/'paper'/'store').glob('tiny-*/run.json'))
+    assert files
+    for file in files:
+        stored = json.loads(file.read_text())['parameters']
+        assert parameters(Recipe(**stored)) == stored
+        assert file.parent.name == f'tiny-{run_hash(parameters(Recipe(**stored)))}'
+
+@pytest.mark.parametrize('field,value', [('group', 12), ('same_class', 'exclude'), ('bn_steps', 2)])
+def test_a_field_that_was_added_later_names_a_run_only_if_it_is_used(field, value):
+    usual, other = make_recipe('smoke'), make_recipe('smoke', **{field: value})
+    assert field in ADDED_LATER and field not in parameters(usual) and parameters(other)[field] == value
+    assert run_hash(parameters(usual)) != run_hash(parameters(other))
+
+# The job.
+
 def papermill(tmp_path, *words):
-    done = subprocess.run([sys.executable, '-m', 'papermill', ROOT/'nbs'/'train.ipynb', tmp_path/'out.ipynb', '-p', 'preset', 'smoke', '-p', 'out', tmp_path/'runs', *words],
-                          capture_output=True, text=True, cwd=tmp_path, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    command = [sys.executable, '-m', 'papermill', ROOT/'nbs'/'train.ipynb', tmp_path/'out.ipynb',
+               '-p', 'preset', 'smoke', '-p', 'out', tmp_path/'runs', *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path,
+                          env=os.environ | dict(OMP_NUM_THREADS='1'))
     return done.returncode, done.stderr
 
 def outputs(tmp_path):
     cells = json.loads((tmp_path/'out.ipynb').read_text())['cells']
     return [o for c in cells for o in c.get('outputs', [])]
 
-@pytest.mark.parametrize('words,says', [(('-p', 'lam', '1.5'), 'lam=1.5'), (('-p', 'lamb', '0.5'), 'did you mean lam'), (('-p', 'm', '1'), 'no positive pair'), (('-p', 'trunk', 'resnet5O'), 'resnet50'),
-                                        (('-p', 'epochs', 'many'), "epochs='many'"), (('-p', 'preset', 'mimi'), 'did you mean mini')])
+@pytest.mark.parametrize('words,says', [
+    (('-p', 'lam', '1.5'), 'lam=1.5'), (('-p', 'lamb', '0.5'), 'did you mean lam'),
+    (('-p', 'm', '1'), 'no positive pair'), (('-p', 'trunk', 'resnet5O'), 'resnet50'),
+    (('-p', 'epochs', 'many'), "epochs='many'"), (('-p', 'preset', 'mimi'), 'did you mean mini')])
 def test_a_mistake_ends_the_job(tmp_path, words, says):
     code, err = papermill(tmp_path, *words)
     assert code == 1 and says in err and not (tmp_path/'runs').exists()
 
 def test_the_job(tmp_path):
-    "Live progress on the terminal, pictures and a result line in the notebook, the run in the store; a second call adds nothing."
+    "Live progress on the terminal, pictures and a result line in the notebook, the run in the store."
     code, err = papermill(tmp_path, '-p', 'lam', '0.5')
     assert code == 0, err
     assert 'epoch 2/2' in err and 'img/s' in err and 'beta' in err
-    runs = list((tmp_path/'runs').iterdir())
-    record = json.loads((runs[0]/'run.json').read_text())
-    assert len(runs) == 1 and record['complete'] and record['parameters']['lam'] == .5 and {'val_top1', 'in_aug', 'in_aug_untrained'} <= record['result'].keys()
+    run, = (tmp_path/'runs').iterdir()
+    record = json.loads((run/'run.json').read_text())
+    assert record['complete'] and record['parameters']['lam'] == .5
+    assert {'val_top1', 'in_aug', 'in_aug_untrained'} <= record['result'].keys()
     text = ''.join(''.join(o.get('text', '')) for o in outputs(tmp_path))
-    assert 'top-1' in text and 'IN-aug' in text and runs[0].name in text
+    assert 'top-1' in text and 'IN-aug' in text and run.name in text
     assert any('image/png' in o.get('data', {}) for o in outputs(tmp_path))
-    assert (runs[0]/'train.ipynb').exists()
-    state = (runs[0]/'epoch.safetensors').stat().st_mtime_ns
-    code, err = papermill(tmp_path, '-p', 'lam', '0.5')
-    assert code == 0 and (runs[0]/'epoch.safetensors').stat().st_mtime_ns == state and len(list((tmp_path/'runs').iterdir())) == 1
+    assert (run/'train.ipynb').exists()
+    state = (run/'epoch.safetensors').stat().st_mtime_ns
+    code, err = papermill(tmp_path, '-p', 'lam', '0.5') # a second call adds nothing
+    assert code == 0 and (run/'epoch.safetensors').stat().st_mtime_ns == state
+    assert len(list((tmp_path/'runs').iterdir())) == 1

@@ -1,15 +1,15 @@
 "Training as people run it: real processes, killed at bad moments, several of them, and on a full disk."
-import json, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 import pytest
 from safetensors.torch import load_file
+from multigrain.datasets import SMOKE_WORLD
 from multigrain.runs import Run
-from multigrain.training import SMOKE_WORLD
 from multigrain.world import make_world
 
 TRAIN = '''
 import os, resource, sys
-import multigrain.data, multigrain.runs, multigrain.training as t, torch
+import multigrain.launch, multigrain.runs, multigrain.training, torch
 torch.set_num_threads(1)
 where, n, limit, *words = sys.argv[1:]
 if int(limit): resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit),)*2)
@@ -21,12 +21,14 @@ def deadly(f):
         if calls == int(n): os.kill(os.getpid(), 9)
         return f(*a, **k)
     return g
-if where == 'update': torch.optim.SGD.step = deadly(torch.optim.SGD.step)    # in the middle of a step
-if where == 'flush': os.fsync = deadly(os.fsync)                             # a state is written, but not on the disk
-if where == 'rename': os.replace = deadly(os.replace)                        # it is on the disk, but has no name yet
-if where == 'lines': multigrain.runs.Run.write_lines = deadly(multigrain.runs.Run.write_lines) # it has its name, the metrics are old
-if where == 'finish': t.save = deadly(t.save)                                # all epochs are there, the network is not
-sys.exit(t.main(words))
+def kill_at(owner, name): setattr(owner, name, deadly(getattr(owner, name)))
+if where == 'update': kill_at(torch.optim.SGD, 'step')             # in the middle of a step
+if where == 'flush': kill_at(os, 'fsync')                          # a state is written, but not on the disk
+if where == 'rename': kill_at(os, 'replace')                       # it is on the disk, but has no name yet
+if where == 'lines': kill_at(multigrain.runs.Run, 'write_lines')   # it has its name, the metrics are old
+if where == 'norm': kill_at(multigrain.training, 'estimate_statistics') # all steps are taken, the state is older
+if where == 'finish': kill_at(multigrain.training, 'save_model')   # all epochs are there, the network is not
+sys.exit(multigrain.launch.main(words))
 '''
 FILES = 'epoch.safetensors', 'metrics.jsonl', 'model/model.json'
 
@@ -35,9 +37,10 @@ def world(tmp_path_factory):
     return make_world(tmp_path_factory.mktemp('data')/'world', processes=1, progress=False, **SMOKE_WORLD)
 
 def start(world, out, where='nowhere', n=0, limit=0, **parameters):
-    given = dict(preset='smoke', data=world, out=out, iterations=3, epochs=2, progress='false', save_minutes=0) | parameters
-    return subprocess.Popen([sys.executable, '-c', TRAIN, where, str(n), str(limit), *(str(w) for k, v in given.items() for w in (f'--{k}', v))],
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | dict(OMP_NUM_THREADS='1'))
+    given = dict(preset='smoke', data=world, out=out, iterations=3, epochs=2, progress='false', save_minutes=0)
+    words = [str(w) for k, v in (given | parameters).items() for w in (f'--{k}', v)]
+    return subprocess.Popen([sys.executable, '-c', TRAIN, where, str(n), str(limit), *words], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | dict(OMP_NUM_THREADS='1'))
 
 def run(*args, ok=True, **kwargs):
     p = start(*args, **kwargs)
@@ -49,7 +52,8 @@ def the_run(out): return Run(next(Path(out).glob('smoke-*')))
 def content(out):
     "Every byte of the result; of the network's file the tensors, as the order of its header is free."
     folder = the_run(out).folder
-    return {f: (folder/f).read_bytes() for f in FILES} | {k: v.numpy().tobytes() for k, v in load_file(folder/'model'/'model.safetensors').items()}
+    network = load_file(folder/'model'/'model.safetensors')
+    return {f: (folder/f).read_bytes() for f in FILES} | {k: v.numpy().tobytes() for k, v in network.items()}
 
 @pytest.fixture(scope='module')
 def unbroken(world, tmp_path_factory):
@@ -58,7 +62,8 @@ def unbroken(world, tmp_path_factory):
     assert the_run(out).complete and len(the_run(out).metrics) == 2
     return content(out)
 
-@pytest.mark.parametrize('where,n,workers', [('update', 1, 0), ('update', 5, 2), ('flush', 4, 0), ('rename', 5, 2), ('lines', 3, 0), ('finish', 1, 0)])
+@pytest.mark.parametrize('where,n,workers', [('update', 1, 0), ('update', 5, 2), ('flush', 4, 0), ('rename', 5, 2),
+                                             ('lines', 3, 0), ('finish', 1, 0)])
 def test_killed_and_continued(world, unbroken, tmp_path, where, n, workers):
     "Bit for bit the same end, wherever it was killed, with any number of workers."
     code, _ = run(world, tmp_path, where, n, ok=False, workers=workers)
@@ -72,6 +77,16 @@ def test_killed_again_and_again(world, unbroken, tmp_path):
     assert codes == [-signal.SIGKILL]*2
     run(world, tmp_path)
     assert content(tmp_path) == unbroken
+
+def test_killed_with_the_newer_switches(world, tmp_path):
+    "Groups of views, no negatives of the same class, statistics estimated anew: the same end, too."
+    newer = dict(group=12, same_class='exclude', bn_steps=2)
+    run(world, tmp_path/'whole', **newer)
+    for where, n in (('update', 5), ('norm', 1)):
+        assert run(world, tmp_path/'parts', where, n, ok=False, **newer)[0] == -signal.SIGKILL
+    run(world, tmp_path/'parts', **newer)
+    assert content(tmp_path/'parts') == content(tmp_path/'whole')
+    assert 'collision' in the_run(tmp_path/'whole').metrics
 
 def test_full_disk_keeps_the_last_state(world, unbroken, tmp_path):
     run(world, tmp_path, 'update', 5, ok=False)
@@ -90,8 +105,10 @@ def test_damaged_state_is_not_read(world, tmp_path):
     code, err = run(world, tmp_path, ok=False)
     assert code == 1 and 'epoch.safetensors is damaged' in err and len(err.strip().splitlines()) == 1
 
-@pytest.mark.parametrize('bad,says', [(dict(out='/proc/nowhere'), 'cannot write'), (dict(lam=2), 'lam=2'), (dict(m=1), 'm=1'), (dict(trunk='resnet5O'), 'resnet50'), (dict(data='/no/where'), '/no/where'),
-                                      (dict(lamb=1), 'did you mean lam'), (dict(resolution=4), 'stride'), (dict(precision='float16'), 'GPU')])
+@pytest.mark.parametrize('bad,says', [
+    (dict(out='/proc/nowhere'), 'cannot write'), (dict(lam=2), 'lam=2'), (dict(m=1), 'm=1'),
+    (dict(trunk='resnet5O'), 'resnet50'), (dict(data='/no/where'), '/no/where'), (dict(lamb=1), 'did you mean lam'),
+    (dict(resolution=4), 'stride'), (dict(precision='float16'), 'GPU')])
 def test_bad_input_is_one_sentence(world, tmp_path, bad, says):
     code, err = run(world, bad.pop('out', tmp_path), ok=False, **bad)
     assert code == 1 and says in err and len(err.strip().splitlines()) == 1
@@ -109,7 +126,8 @@ def test_two_processes_are_one(world, tmp_path):
     run(world, tmp_path/'one', **frozen)
     run(world, tmp_path/'two', processes=2, **frozen)
     one, two = (the_run(tmp_path/o).metrics for o in ('one', 'two'))
-    assert abs(one.loss - two.loss).max() < 1e-5 and (one.val_images == two.val_images).all() and one.images.tolist() == two.images.tolist()
+    assert abs(one.loss - two.loss).max() < 1e-5
+    assert (one.val_images == two.val_images).all() and one.images.tolist() == two.images.tolist()
 
 def test_gathered_pairs_are_those_of_the_whole_batch(world, tmp_path):
     "With pairs across processes, and the same draws, the retrieval term is that of one process."
@@ -141,7 +159,8 @@ def test_a_rank_that_dies_ends_the_job(world, tmp_path):
     os.kill(max(children(launcher)), signal.SIGKILL)
     killed = time.monotonic()
     _, err = p.communicate(timeout=60)
-    assert p.returncode == 1 and time.monotonic() - killed < 30 and 'ended early' in err and 'Start the same command again' in err
+    assert p.returncode == 1 and time.monotonic() - killed < 30
+    assert 'ended early' in err and 'Start the same command again' in err
     run(world, tmp_path, **how)
     assert the_run(tmp_path).complete and len(the_run(tmp_path).metrics) == 12
 
@@ -153,6 +172,8 @@ def test_orphans_end(world, tmp_path):
     ranks = children(children(p.pid)[0])
     p.kill(); p.wait()
     deadline = time.monotonic() + 20
-    alive = lambda: [o for o in ranks if Path(f'/proc/{o}/stat').exists() and Path(f'/proc/{o}/stat').read_text().rpartition(')')[2].split()[0] != 'Z']
+    def alive():
+        stats = [o for pid in ranks if (o := Path(f'/proc/{pid}/stat')).exists()]
+        return [o for o in stats if o.read_text().rpartition(')')[2].split()[0] != 'Z']
     while alive() and time.monotonic() < deadline: time.sleep(.2)
     assert len(ranks) == 2 and not alive()
