@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['AGAINST', 'RANKS', 'read_controls', 'Pass', 'pass_of', 'Network', 'Explorer', 'explore']
 
-# %% ../nbs/55_explore_heatmaps.ipynb #2dd7295f
+# %% ../nbs/55_explore_heatmaps.ipynb #672c0e04
 import hashlib, html, math, threading, time
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from .panels import (code_for, draw_figure, exponent_text, jpeg, pair, panels,
 from .widgets import (Shown, check_box, dropdown, first_network, keep, labelled,
                                 name_controls, networks, picture_box, row, text_box, upload_button)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #6fe9d1d8
+# %% ../nbs/55_explore_heatmaps.ipynb #e1f21c09
 def _sliders(suffix:str, scene:Scene)->dict: # name -> widget
     "Exponent, resolution and shape."
     finite = scene.p if 1 <= scene.p <= 10 else 3.
@@ -36,7 +36,7 @@ def _sliders(suffix:str, scene:Scene)->dict: # name -> widget
     most = check_box('p* = ∞ (maximum)', scene.p == math.inf)
     return {f'p{suffix}': p, f'inf{suffix}': most, f's{suffix}': s, f'shape{suffix}': shape}
 
-# %% ../nbs/55_explore_heatmaps.ipynb #59539372
+# %% ../nbs/55_explore_heatmaps.ipynb #82b866b7
 AGAINST = {'nothing': (), 'another p*': ('p2', 'inf2'), 'another s*': ('s2', 'shape2'),
            'another class': ('label2',), 'a match': ('image2',)} # and its controls
 RANKS = 'strongest here', 'for the class', 'for the class, not the second'
@@ -60,7 +60,7 @@ def _choices(scene:Scene, models:list)->dict: # models: pairs of text and name; 
         show=dropdown('by', [*MAPS, 'agreement'], 'contribution', '230px'),
         image2=dropdown('match', images, images[0]), over=check_box('over the picture'))
 
-# %% ../nbs/55_explore_heatmaps.ipynb #8294fb79
+# %% ../nbs/55_explore_heatmaps.ipynb #7a5effc5
 def _button(words:str)->W.Button:
     return W.Button(description=words, layout=W.Layout(width='120px'))
 
@@ -87,7 +87,7 @@ def _layout(w:SimpleNamespace # made by `_controls`
     return W.VBox([w.note, *(row(*o) for o in rows), w.message, w.picture, w.numbers,
                    W.HBox([w.png, w.pdf, w.copy]), w.code])
 
-# %% ../nbs/55_explore_heatmaps.ipynb #2816dd36
+# %% ../nbs/55_explore_heatmaps.ipynb #a8565465
 def _exponent(slider, box)->float: return math.inf if box.value else float(slider.value)
 
 def read_controls(w:SimpleNamespace # as somebody has set them
@@ -109,7 +109,7 @@ def _hide(w:SimpleNamespace)->None:
     for name in ('show', *(o for some in AGAINST.values() for o in some)):
         getattr(w, name).layout.display = None if name in on else 'none'
 
-# %% ../nbs/55_explore_heatmaps.ipynb #8057c5ca
+# %% ../nbs/55_explore_heatmaps.ipynb #35a02ce7
 _ROW = ('<tr><td style="padding:0 8px">{name}</td><td style="text-align:right">{value:.1%}</td>'
         '<td><div style="width:{width:.0f}px;height:9px;background:#4477aa;margin-left:6px">'
         '</div></td></tr>')
@@ -125,7 +125,7 @@ def _top5(seen:Seen)->str: # HTML
     none = '<tr><td>this network has no classifier</td></tr>'
     return _SIDE.format(title=title, rows=rows or none)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #d2f54503
+# %% ../nbs/55_explore_heatmaps.ipynb #b77b5565
 def _sum(seen:Seen)->str: # HTML
     "The logit as the sum that the map is."
     o, k = seen.pooled, seen.label
@@ -140,7 +140,7 @@ def _numbers(a:Seen, b:Seen|None, ms:float, passes:int)->str: # HTML
     text += f'picture made in {ms:.0f} ms; passes of the trunk so far: {passes}'
     return f'{sides}<div style="line-height:18px">{text}</div>'
 
-# %% ../nbs/55_explore_heatmaps.ipynb #6faf8444
+# %% ../nbs/55_explore_heatmaps.ipynb #c95cdb93
 class Pass(NamedTuple):
     "One pass of the trunk: all that its map depends on."
     model:str; image:str; s:int; square:bool
@@ -154,7 +154,7 @@ class Network(NamedTuple):
     model:MultiGrain
     names:list # of its classes
 
-# %% ../nbs/55_explore_heatmaps.ipynb #489a2c4b
+# %% ../nbs/55_explore_heatmaps.ipynb #60cf1fa3
 class Explorer(Shown):
     "The heatmap explorer: `box` is the widget, `w` its controls."
     def __init__(self,
@@ -176,7 +176,7 @@ class Explorer(Shown):
         self.panels = []                       # on the screen
         self.subject, self.ranked = None, None # what the lists of classes and channels belong to
 
-# %% ../nbs/55_explore_heatmaps.ipynb #e5225cbb
+# %% ../nbs/55_explore_heatmaps.ipynb #34be8a01
 @patch
 def network(self:Explorer, name:str)->Network:
     "A network by name, opened once."
@@ -193,7 +193,7 @@ def pooled(self:Explorer, scene:Scene)->Pooled:
         keep(self.pools, key, pool(maps, scene.p), 4)
     return self.pools[key]
 
-# %% ../nbs/55_explore_heatmaps.ipynb #17bb83bb
+# %% ../nbs/55_explore_heatmaps.ipynb #af251e21
 @patch
 def fill_classes(self:Explorer, scene:Scene)->None:
     "Offer the classes of the network, and choose the two best."
@@ -214,7 +214,7 @@ def fill_channels(self:Explorer,
     w.channel.options = [(f'{c}  ({v:.3g})', c) for c, v in found]
     w.channel.value = chosen if chosen in dict(found) else found[0][0]
 
-# %% ../nbs/55_explore_heatmaps.ipynb #498c1545
+# %% ../nbs/55_explore_heatmaps.ipynb #62adf393
 @patch
 def fill_lists(self:Explorer, scene:Scene)->None:
     "Classes and channels for a scene: new ones where they depend on what has changed."
@@ -227,7 +227,7 @@ def fill_lists(self:Explorer, scene:Scene)->None:
             self.fill_channels(scene, w.channel.value if again else None)
         self.subject, self.ranked = subject, (pass_of(scene), asked)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #8df8b45a
+# %% ../nbs/55_explore_heatmaps.ipynb #56f60e9c
 @patch
 def draw(self:Explorer)->None:
     "A new picture and its numbers; the maps are there."
@@ -245,7 +245,7 @@ def overlay(self:Explorer)->float:
     "Weight of the picture under the maps."
     return .4 if self.w.over.value else 0.
 
-# %% ../nbs/55_explore_heatmaps.ipynb #0596f6c8
+# %% ../nbs/55_explore_heatmaps.ipynb #bd690789
 @patch
 def work(self:Explorer, number:int, passes:list)->None:
     "Compute the maps that are missing, unless something else is wanted by then; then draw."
@@ -260,15 +260,15 @@ def work(self:Explorer, number:int, passes:list)->None:
         self.finish(number, self.draw)
     except Superseded: pass
     except Exception as error: # whatever it is, the person at the widget has to see it
-        self.finish(number, lambda: self.complain(error))
+        self.finish(number, self.complain, error)
 
 @patch
-def finish(self:Explorer, number:int, f)->None:
-    "Call `f`, if this is still the last wish."
+def finish(self:Explorer, number:int, f, *args)->None:
+    "Call `f(*args)`, if this is still the last wish."
     with self.lock:
-        if self.number == number: self.pending = None; f()
+        if self.number == number: self.pending = None; f(*args)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #4927cd91
+# %% ../nbs/55_explore_heatmaps.ipynb #907e85e7
 @patch
 def update(self:Explorer)->None:
     "Draw what is wanted, or have its maps computed."
@@ -283,7 +283,7 @@ def update(self:Explorer)->None:
         self.say(f'busy: {last.model} looks at {Path(last.image).name} at s* = {last.s} ...')
         self.start(self.work, self.number, passes)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #39ba54a0
+# %% ../nbs/55_explore_heatmaps.ipynb #e0e6f18a
 @patch
 def code(self:Explorer)->str:
     "Python that makes the picture on the screen again."
@@ -306,7 +306,7 @@ def take_uploads(self:Explorer)->None:
     "Look at an uploaded image."
     for path in self.uploads(): self.offer(path, self.w.image, self.w.image2)
 
-# %% ../nbs/55_explore_heatmaps.ipynb #2d430bfa
+# %% ../nbs/55_explore_heatmaps.ipynb #1863d1c3
 _LISTEN = ('image model label label2 rank channel against show image2 over '
            'p inf s shape p2 inf2 s2 shape2').split()
 

@@ -116,11 +116,10 @@ def class_index(names:list, # of the classes
                )->int:
     "Number of a class."
     if isinstance(label, Integral) and 0 <= label < len(names): return int(label)
+    if label in names: return names.index(label)
     require(names, f'label={label!r}, but the model has no classifier')
-    near = f'(did you mean {nearest(label, names)!r}?)'
-    require(label in names, f'label={label!r} is not a class of this model: '
-                            f'give a number below {len(names)}, or a name {near}')
-    return names.index(label)
+    todo = f'give a number below {len(names)}, or a name (did you mean {nearest(label, names)!r}?)'
+    raise ValueError(f'label={label!r} is not a class of this model: {todo}')
 
 # %% ../nbs/50_heatmap.ipynb #b1c72c06
 class Readout(NamedTuple):
@@ -288,24 +287,10 @@ def see(scene:Scene=Scene(), # what to look at
     return fill_in(scene, pool(maps, scene.p), like.names)
 
 # %% ../nbs/50_heatmap.ipynb #ccb94401
-# transitional
-_MOVED = dict(View='heatmap.Scene', VIEWS='heatmap.MAPS', _seen='heatmap.fill_in',
-              pictures='datasets.pictures', Panel='panels.Panel', panels='panels.panels',
-              pair='panels.pair', paint='panels.paint',
-              draw_figure='panels.draw_figure', figure='panels.figure', compare='panels.compare',
-              save_figure='panels.save_figure', code_for='panels.code_for', strip='panels.strip',
-              jpeg='panels.jpeg', _exponent='panels.exponent_text', Shown='widgets.Shown',
-              _keep='widgets.keep', _networks='widgets.networks',
-              Explorer='explore_heatmaps.Explorer',
-              explore='explore_heatmaps.explore')
-
+# transitional: nbs/demo.ipynb still imports these from here
 def __getattr__(name):
-    from importlib import import_module
-    if name == '_WIDE': return dict(description_width='95px')
-    if name in ('_say', '_uploads', '_careful'):
-        Shown = import_module('multigrain.widgets').Shown
-        return {'_say': Shown.say, '_uploads': Shown.uploads,
-                '_careful': lambda e, f: Shown.careful(e, lambda: f(e))}[name]
-    if name not in _MOVED: raise AttributeError(name)
-    module, new = _MOVED[name].split('.')
-    return getattr(import_module(f'multigrain.{module}'), new)
+    if name == 'View': return Scene
+    if name == 'figure':
+        from multigrain.panels import figure
+        return figure
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
