@@ -133,7 +133,7 @@ def _row_softmax(weight:Tensor # logarithms, (B, B)
     "Probabilities from log weights, row by row."
     return weight.softmax(1).nan_to_num_(nan=0.)
 
-# %% ../nbs/03_margin.ipynb #265e4cc6
+# %% ../nbs/03_margin.ipynb #1b5f4319
 SAME_CLASS = 'allow', 'exclude'
 
 def _check_same_class(same_class, label):
@@ -142,20 +142,22 @@ def _check_same_class(same_class, label):
     need = "label must be given with same_class='exclude': the class of each view"
     require(same_class == 'allow' or label is not None, need)
 
+def _one_class(a, b): return (a == b) & (b >= 0) # -1: no class is known
+
 def _excluded(instance:Tensor,         # image ids, (B,)
-              label:Tensor|None=None,  # classes, (B,)
+              label:Tensor|None=None,  # classes, (B,); -1: none
               same_class:str='allow'   # or 'exclude'
              )->Tensor:                # (B, B), bool
     "Views that an anchor may not draw as a negative."
     same = instance[:,None] == instance
-    return same if same_class == 'allow' else same | (label[:,None] == label)
+    return same if same_class == 'allow' else same | _one_class(label[:,None], label)
 
 # %% ../nbs/03_margin.ipynb #1369ccb7
 def pair_probabilities(embedding:Tensor,            # (B, d); normalised inside
                        instance:Tensor,             # image id of each view, (B,)
                        min_distance:float=0.5,      # nearer negatives are as likely as here (tau)
                        max_distance:float|None=1.4, # farther ones are never drawn; None: no cut-off
-                       label:Tensor|None=None,      # class of each view, (B,)
+                       label:Tensor|None=None,      # class of each view, (B,); -1: none
                        same_class:str='allow'       # or 'exclude': no negatives of its own class
                       )->Tensor:                    # (B, B) in float64, row i is p(.|i)
     "Probability of each negative for each anchor, exact at any dimension."
@@ -279,10 +281,10 @@ def _group_pairs(square, instance, d, min_distance, max_distance, sampling, gene
         nth = place - (count.cumsum(0) - count)[anchor] # this positive is the n-th of its anchor
         negative = draws(P, int(count.max()), generator)[anchor, nth][triplet]
     collides = torch.zeros_like(negative, dtype=torch.bool)
-    if label is not None: collides = label[anchor[triplet]] == label[negative]
+    if label is not None: collides = _one_class(label[anchor[triplet]], label[negative])
     return Pairs(anchor, positive, negative, triplet, P, fallback, collides)
 
-# %% ../nbs/03_margin.ipynb #78fe7e35
+# %% ../nbs/03_margin.ipynb #5d9d22e5
 def _join(parts:list # of `Pairs`, one for each group
          )->Pairs:   # of the whole batch
     "The pairs of several groups, their views and pairs counted on."
@@ -294,7 +296,7 @@ def _join(parts:list # of `Pairs`, one for each group
     joined = {name: torch.cat([getattr(o, name) for o in moved]) for name in names}
     return Pairs(**joined, probability=torch.block_diag(*[o.probability for o in parts]))
 
-# %% ../nbs/03_margin.ipynb #ee15ae10
+# %% ../nbs/03_margin.ipynb #1caee4ab
 def sample_pairs(square:Tensor,                       # squared distances, (B, B)
                  instance:Tensor,                     # image ids, (B,)
                  d:int,                               # dimension of the embedding
@@ -302,7 +304,7 @@ def sample_pairs(square:Tensor,                       # squared distances, (B, B
                  max_distance:float|None=1.4,
                  sampling:str='exact',                # or 'published': what the authors' code does
                  generator:torch.Generator|None=None, # for the draws
-                 label:Tensor|None=None,              # classes, (B,)
+                 label:Tensor|None=None,              # classes, (B,); -1: none
                  same_class:str='allow',              # or 'exclude': no negatives of its own class
                  group:int=0                          # views of a group; 0: all of them
                 )->Pairs:
@@ -356,7 +358,7 @@ class MarginLoss(nn.Module):
         how = f'normalize={self.normalize!r}, sampling={self.sampling!r}'
         return f'alpha={self.alpha}, beta={self.beta.item():.4g}, {how}'
 
-# %% ../nbs/03_margin.ipynb #7532a7c0
+# %% ../nbs/03_margin.ipynb #47b86479
 def _pair_loss(e:Tensor,      # unit vectors, (B, d)
                square:Tensor, # their squared distances, (B, B)
                pairs:Pairs,   # of the batch
@@ -371,13 +373,13 @@ def _pair_loss(e:Tensor,      # unit vectors, (B, d)
     near, far = distance.tensor_split([len(pairs.positive)])
     return _hinge(near, far, pairs.triplet, beta, alpha, normalize)
 
-# %% ../nbs/03_margin.ipynb #579eedae
+# %% ../nbs/03_margin.ipynb #17692f49
 @patch
 def forward(self:MarginLoss,
             embedding:Tensor,                    # (B, d); normalised inside
             instance:Tensor,                     # image id of each view, (B,)
             generator:torch.Generator|None=None, # makes the draws a function of its seed
-            label:Tensor|None=None               # class of each view, (B,)
+            label:Tensor|None=None               # class of each view, (B,); -1: none
            )->Tensor:                            # scalar; `self.pairs` holds the pairs of this call
     "Margin loss of a batch, averaged over the pairs that were sampled."
     _check_batch(embedding, instance, label)
