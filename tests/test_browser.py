@@ -113,7 +113,8 @@ class App(Server):
         super().__init__(home, browser)
         make = ['make', '--no-print-directory', '-n', 'app', f'PORT={self.port}']
         recipe = subprocess.run(make, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        voila = next(o for o in recipe.splitlines() if o.strip().startswith('voila '))
+        lines = recipe.replace('\\\n', ' ').splitlines()
+        voila = next(o for o in lines if o.strip().startswith('voila '))
         self.start('sh', '-c', voila, PATH=f'{BIN}{os.pathsep}{os.environ["PATH"]}')
         until(lambda: self.read(''), 'the app', 60)
 
