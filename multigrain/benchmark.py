@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['check_benchmark', 'strong_copies', 'score_benchmark', 'score_table', 'show_scores', 'whitened']
 
-# %% ../nbs/43_benchmark.ipynb #57d387ee
+# %% ../nbs/43_benchmark.ipynb #a8406d70
 import copy
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from .sets import ImageSet
 from .whiten import Whitening, check_options
 from .world import stream, strong_copy
 
-# %% ../nbs/43_benchmark.ipynb #f34780b6
+# %% ../nbs/43_benchmark.ipynb #f04293f5
 _CLASSIFY = 'val', 'imagenet' # scored by accuracy
 
 def _in_aug(x, images:ImageSet, protocol:dict)->Score:
@@ -31,7 +31,7 @@ def _in_aug(x, images:ImageSet, protocol:dict)->Score:
 
 _GROUPED = dict(holidays=holidays_map, ukbench=ukb_score, copydays=copydays_map, in_aug=_in_aug)
 
-# %% ../nbs/43_benchmark.ipynb #9778cece
+# %% ../nbs/43_benchmark.ipynb #322d3598
 def check_benchmark(model:MultiGrain, # network
                     name:str,         # as for `open_benchmark`
                     images:ImageSet   # made by it
@@ -49,7 +49,7 @@ def check_benchmark(model:MultiGrain, # network
     require(n == known, f'the classifier knows {known} classes, but {images.name} has {n}: '
             f'give the images of the classes it was trained on, {todo}')
 
-# %% ../nbs/43_benchmark.ipynb #97ae4878
+# %% ../nbs/43_benchmark.ipynb #10e90c84
 def strong_copies(images:ImageSet, # originals
                   n:int=500,       # copies; all images if there are fewer
                   seed:int=0,      # of the choice and of the edits
@@ -68,7 +68,11 @@ def strong_copies(images:ImageSet, # originals
     copies = image_folder(folder, name=f'strong copies of {images.name}')
     return copies.take(slice(None), groups=rows)
 
-# %% ../nbs/43_benchmark.ipynb #50e10d94
+# %% ../nbs/43_benchmark.ipynb #7d608318
+def _tensor(x)->torch.Tensor:
+    "Vectors as a tensor; an array, which may be a file that is read only, is copied."
+    return x if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+
 def _copies_map(x:dict,       # vectors of the copies and of the images
                 found:dict,   # the same parts as `Embeddings`
                 protocol:dict # what is known
@@ -76,7 +80,7 @@ def _copies_map(x:dict,       # vectors of the copies and of the images
     "mAP of strong copies that search for their originals."
     copies, images = found['copies'], found['images']
     groups, n = np.concatenate([copies.images.groups, images.rows]), len(copies)
-    everything = torch.cat([torch.as_tensor(np.array(x[k])) for k in ('copies', 'images')])
+    everything = torch.cat([_tensor(x['copies']), _tensor(x['images'])])
     alone = 'leave out' if copies.skipped or images.skipped else 'error'
     return mean_average_precision(everything, groups, range(n), range(n, len(groups)), alone=alone,
                                   protocol=protocol, name='Copies mAP')
@@ -93,7 +97,7 @@ def _scored(name:str, p:float, x:dict, found:dict, protocol:dict)->list: # of `S
     topk = [k for k in (1, 5) if k <= logits.shape[1]]
     return list(accuracy(logits, images.labels, topk, protocol=protocol).values())
 
-# %% ../nbs/43_benchmark.ipynb #8f70a965
+# %% ../nbs/43_benchmark.ipynb #4a5ef6c3
 def _at(p:float,      # exponent
         name:str,     # of the benchmark
         found:dict,   # part -> Embeddings
@@ -110,14 +114,14 @@ def _at(p:float,      # exponent
         return [replace(o, protocol=dict(images=images.name) | o.protocol | known)
                 for o in _scored(name, p, vectors, found, protocol | more)]
     scores = scored(x, own_dims)
-    if dims: x = {part: torch.tensor(np.asarray(o)) for part, o in x.items()}
+    if dims: x = {part: _tensor(o) for part, o in x.items()}
     for d in dims:
         w = Whitening.fit(x['whiten'], d, shrinkage)
         text = f'{d} dimensions from {w.n} images of {found["whiten"].images.name}'
         scores += scored({part: w.transform(o) for part, o in x.items()}, d, whitening=text)
     return scores
 
-# %% ../nbs/43_benchmark.ipynb #b18462a8
+# %% ../nbs/43_benchmark.ipynb #8ff2b76b
 def _dims(model:MultiGrain, name:str, whiten, dims, shrinkage)->list: # of whole numbers
     "Dimensions of the whitenings to fit; none for accuracy, which a whitening does not change."
     if whiten is None or name in _CLASSIFY: return []
@@ -141,7 +145,7 @@ def _embed_parts(embed_one, # `embed` with all but the images, `square` and `fol
         found[part] = embed_one(images=images, square=shape, folder=place)
     return found
 
-# %% ../nbs/43_benchmark.ipynb #2dd3991b
+# %% ../nbs/43_benchmark.ipynb #3df1e032
 def score_benchmark(model:MultiGrain,  # network
                     name:str,          # as for `open_benchmark`: it decides about the protocol
                     images:ImageSet,   # made by `open_benchmark`
@@ -170,7 +174,7 @@ def score_benchmark(model:MultiGrain,  # network
     more = 0 if model.whitening is None else model.dim, dims, shrinkage, stated or {}
     return [o for p in found['images'].ps for o in _at(p, name, found, *more)]
 
-# %% ../nbs/43_benchmark.ipynb #90acc996
+# %% ../nbs/43_benchmark.ipynb #cc76dfa0
 _COLUMNS = 's square p whitening rotations ap precision left_out'.split() # of the protocol
 
 def score_table(scores:list # of `Score`
@@ -182,7 +186,7 @@ def score_table(scores:list # of `Score`
                  **{k: o.protocol.get(k) for k in _COLUMNS}) for o in scores]
     return pd.DataFrame(rows).rename(columns=dict(s='s*', p='p*')).round(2)
 
-# %% ../nbs/43_benchmark.ipynb #af4a559a
+# %% ../nbs/43_benchmark.ipynb #af41d342
 def _shares(score:Score)->tuple: # value, low, high, in % of the best possible
     "A score and its interval on one scale."
     best = 100. if score.unit == '%' else float(score.unit.split()[-1])
@@ -207,7 +211,7 @@ def show_scores(scores:dict, # label -> list of `Score`, the same benchmarks in 
     ax.legend(fontsize=8, loc='lower center', bbox_to_anchor=(.5, 1), ncols=n_labels, frameon=False)
     return ax
 
-# %% ../nbs/43_benchmark.ipynb #e6ee473c
+# %% ../nbs/43_benchmark.ipynb #f01ea057
 def whitened(model:MultiGrain,   # without a whitening; it stays as it is
              images,             # unlabelled: ImageSet or folder
              s:int=224,          # resolution s*

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['BENCHMARKS', 'Opened', 'open_model', 'class_names', 'benchmark_names', 'open_benchmark', 'whitening_images']
 
-# %% ../nbs/42_catalog.ipynb #88da8c8f
+# %% ../nbs/42_catalog.ipynb #59425911
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .runs import Run, complete_runs, runs_root
 from .sets import ImageSet, join
 from .world import OBJECTS
 
-# %% ../nbs/42_catalog.ipynb #c736ede5
+# %% ../nbs/42_catalog.ipynb #5b1282c0
 class Opened(NamedTuple):
     "A model, and what is known about it."
     model:MultiGrain   # in evaluation mode
@@ -27,7 +27,7 @@ class Opened(NamedTuple):
     s:int=224          # resolution it was trained at, 224 where nothing is known
     data:str='world'   # what it was trained on, see `training_sets`; 'world' where nothing is known
 
-# %% ../nbs/42_catalog.ipynb #fe10b9fb
+# %% ../nbs/42_catalog.ipynb #fab19125
 def _of_run(run:Run)->Opened:
     "The network of a complete run."
     todo = 'start its training again, it continues'
@@ -47,7 +47,7 @@ def _of_folder(folder:Path)->Opened:
     known = {k: about[k] for k in ('s', 'data') if k in about}
     return Opened(load(folder), about.get('name', folder.resolve().name), **known)
 
-# %% ../nbs/42_catalog.ipynb #8d11ea30
+# %% ../nbs/42_catalog.ipynb #b6300429
 def _of_store(name:str, root:Path)->Opened|None:
     "The newest complete run of a store; with a name, the newest of that name."
     named = [o for o in complete_runs(root) if not name or o.folder.name.rpartition('-')[0] == name]
@@ -63,7 +63,7 @@ def _unknown(name:str, root:Path)->str:
     what = f'model={name!r} is neither a folder, a file .pth, nor a run of {root}{meant}'
     return f'{what}: train one with {train}'
 
-# %% ../nbs/42_catalog.ipynb #150b7e3d
+# %% ../nbs/42_catalog.ipynb #83dd6e2a
 def open_model(name:str='',          # see the table above; '' is the newest complete run
                trunk:str='resnet50', # of a published checkpoint
                root=None             # of the store; `runs_root()` if not given
@@ -79,7 +79,7 @@ def open_model(name:str='',          # see the table above; '' is the newest com
     if found := _of_store(name, root): return found
     raise ValueError(_unknown(name, root))
 
-# %% ../nbs/42_catalog.ipynb #5845ab74
+# %% ../nbs/42_catalog.ipynb #bfd25f78
 def _folders(data:str)->list: # of text
     "Names of the classes in a folder, also one that is named from the top of the project."
     for root in (Path(data), runs_root().parent/data):
@@ -100,7 +100,7 @@ def class_names(model:MultiGrain, # network
     except (ValueError, OSError): names = [] # moved: the network is there still
     return list(names) if len(names) == n else [f'class {i}' for i in range(n)]
 
-# %% ../nbs/42_catalog.ipynb #acccd88e
+# %% ../nbs/42_catalog.ipynb #b3436b57
 BENCHMARKS = 'val', 'imagenet', 'holidays', 'ukbench', 'copydays', 'in_aug', 'copies'
 _ALL = dict(val='val', holidays='holidays', ukbench='ukbench', copydays='copydays',
             in_aug='train') # what 'all' stands for -> its folder
@@ -124,7 +124,7 @@ def benchmark_names(dataset:str, # 'all', one of `BENCHMARKS`, or a folder of im
             'name the benchmark it is with dataset')
     return found
 
-# %% ../nbs/42_catalog.ipynb #7795ccf1
+# %% ../nbs/42_catalog.ipynb #aa302c53
 def _copydays(root:Path, distractors, incomplete:bool, bad:str)->ImageSet:
     "Copydays, with distractors if some are given or lie beside it."
     images = copydays(_part(root, 'copydays'), incomplete=incomplete, bad=bad)
@@ -145,7 +145,7 @@ def _read(name:str, root:Path, distractors, rotations, incomplete:bool, seed:int
     folder = _part(root, 'val') if name in BENCHMARKS else name
     return image_folder(folder, incomplete=incomplete, bad=bad)
 
-# %% ../nbs/42_catalog.ipynb #96139bf2
+# %% ../nbs/42_catalog.ipynb #bc9dd185
 def open_benchmark(name:str,         # one of `BENCHMARKS`, or a folder of images
                    root='',          # its folder, or one that holds several; '': the embedded world
                    data:str='world', # of the model: without root, its val, copies and in_aug
@@ -169,7 +169,7 @@ def open_benchmark(name:str,         # one of `BENCHMARKS`, or a folder of image
     about = dict(name=f'synthetic {place.name} {name}', missing=[], note='synthetic images')
     return found.take(slice(None), **about) if drawn else found
 
-# %% ../nbs/42_catalog.ipynb #1f5d20d4
+# %% ../nbs/42_catalog.ipynb #51de7002
 def whitening_images(folder='',         # of any images; '': those of the embedded world
                      data:str='world',  # what the model was trained on
                      bad:str='raise'    # an image that cannot be read: 'raise' or 'skip'
