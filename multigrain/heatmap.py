@@ -285,12 +285,3 @@ def see(scene:Scene=Scene(), # what to look at
     if scene.label is None: scene = scene._replace(label=like.label)
     if scene.channel is None: scene = scene._replace(channel=like.channel)
     return fill_in(scene, pool(maps, scene.p), like.names)
-
-# %% ../nbs/50_heatmap.ipynb #ccb94401
-# transitional: nbs/demo.ipynb still imports these from here
-def __getattr__(name):
-    if name == 'View': return Scene
-    if name == 'figure':
-        from multigrain.panels import figure
-        return figure
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
