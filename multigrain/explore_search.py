@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['COPIES', 'NOBODY', 'PS', 'MOST', 'GALLERY', 'CLICKS', 'Piece', 'Waiting', 'gallery', 'Extractor', 'open_extractor',
            'pool_images', 'Collection', 'collect', 'make_space', 'learn_space', 'thumbnail', 'MemoryIndex',
-           'memory_index', 'Answer', 'answers', 'agree', 'Wish', 'Task', 'Drawn', 'Explorer', 'Face', 'explore']
+           'memory_index', 'Answer', 'answers', 'agree', 'Wish', 'Drawn', 'Explorer', 'Face', 'Task', 'explore']
 
-# %% ../nbs/56_explore_search.ipynb #4d99cffb
+# %% ../nbs/56_explore_search.ipynb #0e1f9873
 import base64, copy, hashlib, html, io, json, math, os, time
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -37,7 +37,7 @@ from .widgets import (Shown, check_box, dropdown, first_network, keep, labelled,
 from .world import (COPY, OBJECTS, crop_copy, jpeg_copy, photograph, stream, strong_copy,
                               world_root)
 
-# %% ../nbs/56_explore_search.ipynb #7024cb72
+# %% ../nbs/56_explore_search.ipynb #2c5cf1c9
 COPIES = '', '_copy1', '_copy2', '_crop' # endings of a picture and its three copies
 
 class Piece(NamedTuple):
@@ -56,7 +56,7 @@ def _object(kind:str, c:int, o:int, view:int)->Image.Image:
     "A view of one object."
     return photograph(kind, 5, (c, o), (c, o), (c, o, view), (c, o, view), turn=45.)
 
-# %% ../nbs/56_explore_search.ipynb #03b79634
+# %% ../nbs/56_explore_search.ipynb #4b61674e
 def _draw_photo(name:str)->list:
     image = Image.fromarray(open_picture(name).permute(1, 2, 0).numpy())
     return _with_copies(image, jpeg, 99)
@@ -77,7 +77,7 @@ def _pieces(objects:list, unrelated:int): # of `Piece`
     for i in range(unrelated):
         yield Piece([f'unrelated/{i:04}.jpg'], partial(_draw_other, objects[i % len(objects)], i))
 
-# %% ../nbs/56_explore_search.ipynb #3b2b727c
+# %% ../nbs/56_explore_search.ipynb #f5e79a2c
 class Waiting(NamedTuple):
     "Somebody who waits for a long computation."
     tell:object=None  # (done, all) -> None, from time to time
@@ -90,7 +90,7 @@ class Waiting(NamedTuple):
 
 NOBODY = Waiting()
 
-# %% ../nbs/56_explore_search.ipynb #63bc92af
+# %% ../nbs/56_explore_search.ipynb #34bb5e4c
 def gallery(root=None,              # folder; `data/gallery` of the project if not given
             objects=tuple(OBJECTS), # kinds of objects
             unrelated:int=200,      # pictures of other objects
@@ -108,7 +108,7 @@ def gallery(root=None,              # folder; `data/gallery` of the project if n
             waiting.report(i + 1, len(todo))
     return root
 
-# %% ../nbs/56_explore_search.ipynb #7bd79f95
+# %% ../nbs/56_explore_search.ipynb #95019cf3
 class Extractor(NamedTuple):
     "A network, how it looks at images, and what its classes are called."
     net:MultiGrain        # in evaluation mode
@@ -130,7 +130,7 @@ def open_extractor(name:str,        # see `open_model`
     net = opened.model.to(memory_format=torch.channels_last).requires_grad_(False)
     return Extractor(net, s, default_square(s), class_names(opened.model, opened.data))
 
-# %% ../nbs/56_explore_search.ipynb #74593bfa
+# %% ../nbs/56_explore_search.ipynb #43ccd707
 PS = 1., 1.5, 2., 2.5, 3., 4., 5., 6., 8., 10., math.inf # exponents of the slider
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def pool_images(extractor:Extractor,   # network
     order = (rows := torch.cat(rows)).argsort()
     return rows[order].numpy(), torch.cat(found, 1)[:, order].numpy()
 
-# %% ../nbs/56_explore_search.ipynb #6b9ffedf
+# %% ../nbs/56_explore_search.ipynb #6f5e92e2
 class Collection(NamedTuple):
     "A folder that was looked at."
     paths:list         # of its images
@@ -180,7 +180,7 @@ def _remembered(folder:Path|None, make)->tuple: # make: () -> rows, pooled vecto
             write_file(file, data.getvalue())
         with np.load(file) as o: return o['rows'], o['pooled']
 
-# %% ../nbs/56_explore_search.ipynb #d7ab4610
+# %% ../nbs/56_explore_search.ipynb #7f3e6920
 def collect(extractor:Extractor,   # network
             folder,                # of images, with all folders in it
             leave_out='',          # a folder in it that does not belong to it; '': none
@@ -202,7 +202,7 @@ def collect(extractor:Extractor,   # network
     unread = dict.fromkeys(sorted({*images.paths} - {*paths}), 'cannot be read')
     return Collection(paths, pooled, images.bad | unread)
 
-# %% ../nbs/56_explore_search.ipynb #40526a1b
+# %% ../nbs/56_explore_search.ipynb #cc662970
 def make_space(net:MultiGrain,               # its trunk is shared, not copied
                whitening:Whitening|None=None # of pooled vectors; None: none
               )->MultiGrain:
@@ -223,7 +223,7 @@ def learn_space(net:MultiGrain, # may have a whitening of its own
     require(len(rows) >= 20, f'{text}: give a folder of more of them, or switch whitening off')
     return make_space(net, Whitening.fit(rows[::2], shrinkage='oas')), slice(1, None, 2)
 
-# %% ../nbs/56_explore_search.ipynb #5cf1c332
+# %% ../nbs/56_explore_search.ipynb #fcef5216
 @lru_cache(4096)
 def _small(path:str, stamp:tuple, size:tuple)->bytes: # stamp: a file that changed is another one
     with Image.open(path) as im:
@@ -239,7 +239,7 @@ def thumbnail(path,                # of an image
     try: return _small(str(path), file_stamp(path), size)
     except (OSError, ValueError, SyntaxError): return jpeg(Image.new('RGB', size, '#ccc'))
 
-# %% ../nbs/56_explore_search.ipynb #2c568be7
+# %% ../nbs/56_explore_search.ipynb #b4948376
 class MemoryIndex(ThreeGrains):
     "Images at one exponent, in memory; made by `memory_index`."
     def __init__(self, extractor:Extractor, space:MultiGrain, p:float, note:str, **held):
@@ -259,7 +259,7 @@ class MemoryIndex(ThreeGrains):
     def thumbnail(self, row:int)->Image.Image:
         return Image.open(io.BytesIO(thumbnail(self.paths[row])))
 
-# %% ../nbs/56_explore_search.ipynb #53cc2524
+# %% ../nbs/56_explore_search.ipynb #060aee4b
 def _threshold(near:Neighbours, paths:list, others:Distractors, fpr:float)->tuple:
     "A `Calibration`, or None and why there is none."
     none = 'there is no threshold: give a folder of images that have nothing to do with these'
@@ -267,7 +267,7 @@ def _threshold(near:Neighbours, paths:list, others:Distractors, fpr:float)->tupl
     try: return measure_threshold(near, paths, others, fpr), ''
     except ValueError as e: return None, str(e)
 
-# %% ../nbs/56_explore_search.ipynb #b82e45e3
+# %% ../nbs/56_explore_search.ipynb #f427dece
 @torch.no_grad()
 def memory_index(extractor:Extractor, # network
                  images:Collection,   # what is asked
@@ -290,7 +290,7 @@ def memory_index(extractor:Extractor, # network
     return MemoryIndex(extractor, space, p, note, paths=images.paths, rows=rows, near=near,
                        classes=extractor.names or None, calibration=calibration)
 
-# %% ../nbs/56_explore_search.ipynb #74083bc9
+# %% ../nbs/56_explore_search.ipynb #a1fb68ab
 class Answer(NamedTuple):
     "What one grain has to say."
     hits:list[Hit]
@@ -312,7 +312,7 @@ def answers(index:MemoryIndex, # made by `memory_index`
     "What the three grains answer."
     return {grain: _answer(index, asked, grain, k, skip) for grain in GRAINS}
 
-# %% ../nbs/56_explore_search.ipynb #d23646fe
+# %% ../nbs/56_explore_search.ipynb #a260ef72
 def agree(index:MemoryIndex,      # made by `memory_index`
           query:str, match:str,   # paths
           maps:tuple|None=None    # of both, as `look` gives them; None: the trunk runs
@@ -324,7 +324,7 @@ def agree(index:MemoryIndex,      # made by `memory_index`
         seen.append(Seen(scene, pool(o._replace(model=index.space), index.p), [], None, 0))
     return pair(*seen, 'agreement')
 
-# %% ../nbs/56_explore_search.ipynb #378feebc
+# %% ../nbs/56_explore_search.ipynb #cebb74cc
 _CSS = '''.{0} .mg-thumb.jupyter-button {{ width:126px; height:124px; padding:90px 2px 0;
  margin:2px; line-height:14px; font-size:11px; white-space:pre-line; overflow:hidden; color:#222;
  background:#f7f7f7 no-repeat center 3px; border:2px solid transparent; border-radius:4px }}
@@ -345,7 +345,7 @@ def _words(hit:Hit)->str:
     "What stands below a picture."
     return f"{hit.similarity:.3f}{' copy' if hit.copy else ''}\n{hit.name[:19]}"
 
-# %% ../nbs/56_explore_search.ipynb #ca02df6c
+# %% ../nbs/56_explore_search.ipynb #f55a3c34
 MOST = 12 # answers in a row
 GALLERY = 'gallery' # stands for the folder that `gallery` draws
 CLICKS = 'asks with it', 'compares it with the query'
@@ -359,7 +359,7 @@ def _thumbs(group:str, uid:str)->list: # of buttons
 
 def _html(text:str, style:str='line-height:18px')->str: return f'<div style="{style}">{text}</div>'
 
-# %% ../nbs/56_explore_search.ipynb #9a031a3b
+# %% ../nbs/56_explore_search.ipynb #9ef778db
 def _inputs(folder:str, unrelated:str, models:list, model:str, p:float, whiten:bool, k:int)->dict:
     "Controls that somebody sets."
     folders = [('objects, photographs, their copies', GALLERY)]
@@ -378,7 +378,7 @@ def _inputs(folder:str, unrelated:str, models:list, model:str, p:float, whiten:b
         query=text_box('path of a query, then Enter', width='650px'), upload=upload_button(),
         click=W.ToggleButtons(options=CLICKS, style=dict(button_width='200px')))
 
-# %% ../nbs/56_explore_search.ipynb #f4d4e898
+# %% ../nbs/56_explore_search.ipynb #ce0c4fe3
 def _outputs(uid:str, note:str)->dict:
     "What the explorer fills."
     bar = W.IntProgress(0, min=0, max=1, layout=W.Layout(width='430px'))
@@ -388,7 +388,7 @@ def _outputs(uid:str, note:str)->dict:
     parts |= dict(css=W.HTML(_rules(uid, {})), note=W.HTML(html.escape(note)))
     return parts | {o: W.HTML() for o in texts}
 
-# %% ../nbs/56_explore_search.ipynb #bddb17c6
+# %% ../nbs/56_explore_search.ipynb #f7aea11d
 def _title(words:str)->W.HTML: return W.HTML(f'<b>{words}</b>')
 
 def _layout(w:SimpleNamespace, uid:str)->W.VBox:
@@ -405,7 +405,7 @@ def _layout(w:SimpleNamespace, uid:str)->W.VBox:
     box.add_class(uid)
     return box
 
-# %% ../nbs/56_explore_search.ipynb #348a591b
+# %% ../nbs/56_explore_search.ipynb #0f97be6b
 class Wish(NamedTuple):
     "What the controls ask for; its first fields are the keys of what is remembered."
     model:str
@@ -424,12 +424,7 @@ class Wish(NamedTuple):
     @property
     def rows(self)->tuple: return self[:7]       # and on query and number of results
 
-# %% ../nbs/56_explore_search.ipynb #c87eb7d6
-class Task(NamedTuple):
-    "Something to do before the wish is fulfilled."
-    text:str   # for the person who waits; '': it is quick
-    run:object # (Wish) -> None
-
+# %% ../nbs/56_explore_search.ipynb #8f845471
 @dataclass
 class Drawn:
     "What is on the screen: the keys of what was drawn last."
@@ -437,6 +432,7 @@ class Drawn:
     rows:tuple|None=None
     match:tuple|None=None
 
+# %% ../nbs/56_explore_search.ipynb #c116a558
 class Explorer(Shown):
     "The search explorer: `box` is the widget, `w` its controls."
     def __init__(self, images=GALLERY, unrelated='', model:str='', p:float|None=None,
@@ -458,7 +454,7 @@ class Explorer(Shown):
         self.drawn = Drawn()
         self.began, self.count, self.passes = 0., 0, 0 # last event; answers; passes for queries
 
-# %% ../nbs/56_explore_search.ipynb #ce0646b8
+# %% ../nbs/56_explore_search.ipynb #cbbb5103
 @patch
 def wish(self:Explorer)->Wish:
     "Read the controls."
@@ -475,7 +471,7 @@ def open_network(self:Explorer, wish:Wish)->None:
     if self.p is None: self.w.p.value = p if p in PS else min(PS[:-1], key=lambda o: abs(o - p))
     self.extractors[wish.model] = extractor
 
-# %% ../nbs/56_explore_search.ipynb #6bbbee10
+# %% ../nbs/56_explore_search.ipynb #c2fa196e
 @patch
 def waiting(self:Explorer,
             doing:str, # what the bar says
@@ -494,7 +490,7 @@ def waiting(self:Explorer,
     def alive(): return self.wish().collection == wish.collection
     return Waiting(tell, alive)
 
-# %% ../nbs/56_explore_search.ipynb #b7215302
+# %% ../nbs/56_explore_search.ipynb #6e872ef5
 @patch
 def look_at_folder(self:Explorer, wish:Wish)->None:
     "Look at the images and at the unrelated ones, with a progress bar."
@@ -510,6 +506,7 @@ def look_at_folder(self:Explorer, wish:Wish)->None:
         keep(self.collections, wish.collection, (images, others), 3)
     finally: self.w.bar.layout.display, self.w.left.value = 'none', ''
 
+# %% ../nbs/56_explore_search.ipynb #949944ec
 @patch
 def make_index(self:Explorer, wish:Wish)->None:
     "Vectors for one exponent."
@@ -523,7 +520,7 @@ def look_at(self:Explorer, wish:Wish, path:str)->None:
     keep(self.maps, (wish.model, path), self.extractors[wish.model].look(path), 64)
     self.passes += 1
 
-# %% ../nbs/56_explore_search.ipynb #8868af25
+# %% ../nbs/56_explore_search.ipynb #7e151c42
 class Face(NamedTuple):
     "What a button shows."
     path:str         # of its image
@@ -549,7 +546,7 @@ def show_pictures(self:Explorer)->None:
     "Send the pictures of all buttons to the browser."
     self.w.css.value = _rules(self.uid, self.pictures)
 
-# %% ../nbs/56_explore_search.ipynb #d1d3d3eb
+# %% ../nbs/56_explore_search.ipynb #0f50269e
 @patch
 def draw_browser(self:Explorer, wish:Wish)->None:
     "Some of the images."
@@ -560,7 +557,7 @@ def draw_browser(self:Explorer, wish:Wish)->None:
     self.show_pictures()
     self.drawn.browse = wish.collection, wish.page
 
-# %% ../nbs/56_explore_search.ipynb #24255842
+# %% ../nbs/56_explore_search.ipynb #26131255
 def _framed(maps:Maps)->Image.Image:
     "The query as the trunk saw it."
     im = Image.fromarray(maps.picture.permute(1, 2, 0).contiguous().numpy())
@@ -573,7 +570,7 @@ def _about_query(index:MemoryIndex, path:str, asked:Description)->str: # HTML
     if name: text += f'<br>{html.escape(name)} {asked.probability:.2f}'
     return _html(text, 'line-height:17px;max-width:200px')
 
-# %% ../nbs/56_explore_search.ipynb #c32abf06
+# %% ../nbs/56_explore_search.ipynb #f626a40d
 def _numbers(index:MemoryIndex, images:Collection)->str: # HTML
     "What the answers rest on."
     c, space = index.calibration, index.space
@@ -585,7 +582,7 @@ def _numbers(index:MemoryIndex, images:Collection)->str: # HTML
     measured = f'{c.fpr:.0%} of unrelated queries exceed (measured on {c.distractors})'
     return f'{text}; copies are above {c.threshold:.3f}, which {measured}'
 
-# %% ../nbs/56_explore_search.ipynb #07c62a04
+# %% ../nbs/56_explore_search.ipynb #7ad4bcee
 @patch
 def draw_rows(self:Explorer, wish:Wish)->None:
     "The query, and the rows of answers."
@@ -605,7 +602,7 @@ def draw_rows(self:Explorer, wish:Wish)->None:
     self.best = next((o.path for o in found['instance'].hits), '')
     self.drawn.rows, self.drawn.match = wish.rows, None
 
-# %% ../nbs/56_explore_search.ipynb #6fd78ce8
+# %% ../nbs/56_explore_search.ipynb #14de2244
 @patch
 def draw_match(self:Explorer, wish:Wish)->None:
     "Where the query and a match agree."
@@ -617,7 +614,12 @@ def draw_match(self:Explorer, wish:Wish)->None:
     picture.layout.display = None if match else 'none'
     self.drawn.match = wish.rows, match
 
-# %% ../nbs/56_explore_search.ipynb #d20a48f6
+# %% ../nbs/56_explore_search.ipynb #31e4c20b
+class Task(NamedTuple):
+    "Something to do before the wish is fulfilled."
+    text:str   # for the person who waits; '': it is quick
+    run:object # (Wish) -> None
+
 @patch
 def first_query(self:Explorer, wish:Wish)->None:
     "A new folder is asked with its first image, unless there is a query of another origin."
@@ -626,7 +628,7 @@ def first_query(self:Explorer, wish:Wish)->None:
     other = before is not None and wish.query not in inside
     if other or not wish.query: self.w.query.value = inside[0]
 
-# %% ../nbs/56_explore_search.ipynb #dd861354
+# %% ../nbs/56_explore_search.ipynb #dbac6564
 @patch
 def next_task(self:Explorer, wish:Wish)->Task|None: # None: all is done
     "The first thing that is missing."
@@ -648,7 +650,7 @@ def next_task(self:Explorer, wish:Wish)->Task|None: # None: all is done
         return Task('', partial(self.look_at, path=match))
     if drawn.match != (wish.rows, match): return Task('', self.draw_match)
 
-# %% ../nbs/56_explore_search.ipynb #e859ef9d
+# %% ../nbs/56_explore_search.ipynb #10759abe
 @patch
 def work(self:Explorer)->None:
     "Task by task, until nothing is missing or something goes wrong."
@@ -671,7 +673,7 @@ def update(self:Explorer)->None:
         self.began = time.perf_counter() # an answer counts from the last event
         if self.thread is None or not self.thread.is_alive(): self.start(self.work)
 
-# %% ../nbs/56_explore_search.ipynb #e6aba73e
+# %% ../nbs/56_explore_search.ipynb #35fe945b
 @patch
 def ask(self:Explorer, path:str)->None:
     "Make an image the query."
@@ -691,7 +693,7 @@ def take_uploads(self:Explorer)->None:
     "Ask with an uploaded image."
     for path in self.uploads(): self.ask(path)
 
-# %% ../nbs/56_explore_search.ipynb #66e589ea
+# %% ../nbs/56_explore_search.ipynb #2a849a18
 @patch
 def begin(self:Explorer)->Explorer:
     "Let the controls act, and answer the first query."
@@ -705,6 +707,7 @@ def begin(self:Explorer)->Explorer:
     self.update()
     return self
 
+# %% ../nbs/56_explore_search.ipynb #91ffc042
 def explore(images=GALLERY,    # folder, or 'gallery': synthetic objects, drawn when first needed
             unrelated='',      # folder of other images; '': none, but for the gallery its own
             model:str='',      # see `open_model`; '': the network at hand, see `first_network`

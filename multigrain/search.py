@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['GRAINS', 'NO_IMAGES', 'Hit', 'Hits', 'Description', 'predict_classes', 'ThreeGrains', 'Distractors',
-           'measure_threshold', 'Record', 'Settings', 'Lists', 'Costs', 'Manifest', 'Candidates', 'list_candidates',
-           'EmbedOptions', 'Embedded', 'Generation', 'Index', 'Merged', 'Change', 'show_grains', 'ImageCost', 'plan']
+           'measure_threshold', 'IndexRecord', 'IndexSettings', 'Lists', 'Costs', 'Manifest', 'Candidates',
+           'list_candidates', 'EmbedOptions', 'NewImages', 'Generation', 'Index', 'Merged', 'Change', 'show_grains',
+           'ImageCost', 'plan']
 
-# %% ../nbs/53_search.ipynb #7d577297
+# %% ../nbs/53_search.ipynb #db0c4acb
 import hashlib, io, json, math, os, shutil, time, warnings
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from PIL import Image
 from torch import Tensor
 from .basics import (check_choice, check_int, check_number, check_type, locked,
                                progress as progress_bar, read_json, require, write_file)
-from .embed import check_ps, embed, fast as inference_copy, model_hash # transitional
+from .embed import check_ps, embed, inference_copy, model_hash
 from .image import BadImage, load_image
 from .model import MultiGrain, load, save
 from .sets import ImageSet, file_stamp, index_set, list_images
@@ -89,7 +90,7 @@ class ThreeGrains:
         copy = cosine > self.calibration.threshold if self.calibration else None
         return Hit(self.paths[row], cosine, self.class_name(label), probability, copy)
 
-# %% ../nbs/53_search.ipynb #ee0371d1
+# %% ../nbs/53_search.ipynb #1207c70a
 @patch
 def _same_class(self:ThreeGrains, query:Description, k:int)->tuple: # rows, cosines, sentence
     "Images with the class of the query, the surest first."
@@ -101,6 +102,7 @@ def _same_class(self:ThreeGrains, query:Description, k:int)->tuple: # rows, cosi
     cosines = np.asarray(self.near.embeddings[rows] @ query.vector)
     return rows, cosines, f'images of class {self.class_name(query.label)}, {about}'
 
+# %% ../nbs/53_search.ipynb #add37eb9
 @patch
 def _nearest(self:ThreeGrains, query:Description, k:int)->tuple:
     "The nearest images."
@@ -186,9 +188,9 @@ def _read_npy(path:Path, shape:tuple, dtype)->np.ndarray:
     require(array.shape == shape and array.dtype == dtype, f'{found}: {todo}')
     return array
 
-# %% ../nbs/53_search.ipynb #7c49a769
+# %% ../nbs/53_search.ipynb #943ff5f2
 @dataclass(frozen=True)
-class Record:
+class IndexRecord:
     "How the vectors of an index are made."
     model:str     # name of the trunk
     weights:str   # hash of all weights
@@ -199,7 +201,7 @@ class Record:
     n_classes:int # of the classifier, 0: none
 
 @dataclass(frozen=True)
-class Settings:
+class IndexSettings:
     "What else an index was asked to be."
     method:str|None # 'flat' or 'ivf'; None: by size
     recall:float    # of 'ivf'
@@ -225,13 +227,13 @@ def _from_dict(record:type, found:dict):
     "A record from a dictionary, which may hold more."
     return record(**{o.name: found[o.name] for o in fields(record)})
 
-# %% ../nbs/53_search.ipynb #4b0ef9a1
+# %% ../nbs/53_search.ipynb #91c9ebae
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
     "What an index is; without a generation, what it should become."
     generation:int=0          # number of the sub-folder that counts; 0: none yet
-    record:Record             # how vectors are made
-    settings:Settings         # what was asked for
+    record:IndexRecord        # how vectors are made
+    settings:IndexSettings    # what was asked for
     source:str|None=None      # folder of images it was built from, if it was one
     classes:list|None=None    # names of the classes
     skipped:dict=field(default_factory=dict) # path -> why it was left out
@@ -243,7 +245,7 @@ class Manifest:
     distractors:list=field(default_factory=list) # paths of unrelated images
     measured:Costs|None=None  # what an image cost
 
-# %% ../nbs/53_search.ipynb #2741d948
+# %% ../nbs/53_search.ipynb #d141d6f1
 _TITLE = 'multigrain search index'
 
 @patch
@@ -262,8 +264,8 @@ def from_json(cls:Manifest, found:dict):
     if search['kind'] == 'ivf':
         lists = Lists(_from_dict(Recall, search), search['trained_on'], search['hash'])
     settings = found['settings'] | dict(method=found['settings']['kind'])
-    records = dict(record=_from_dict(Record, found['record']), search=lists,
-                   settings=_from_dict(Settings, settings),
+    records = dict(record=_from_dict(IndexRecord, found['record']), search=lists,
+                   settings=_from_dict(IndexSettings, settings),
                    copy=found['copy'] and _from_dict(Calibration, found['copy']),
                    measured=_from_dict(Costs, found['measured']))
     return _from_dict(cls, found | records)
@@ -285,8 +287,8 @@ def _read_manifest(folder:Path)->Manifest:
     except (KeyError, TypeError) as e:
         raise ValueError(f'{file} is damaged, it lacks {e}: {_again(folder)}') from e
 
-# %% ../nbs/53_search.ipynb #eb1a815b
-def _check_same(folder, found:Record, wanted:Record)->None:
+# %% ../nbs/53_search.ipynb #d8eccd6a
+def _check_same(folder, found:IndexRecord, wanted:IndexRecord)->None:
     "One sentence if an index was made in another way than is wanted now."
     name, other = f'folder={str(folder)!r}', 'or build an index in another folder'
     models = [f'{o.model} {o.weights[:8]}' for o in (found, wanted)]
@@ -297,10 +299,10 @@ def _check_same(folder, found:Record, wanted:Record)->None:
         same = getattr(found, k) == getattr(wanted, k)
         require(same, f'{name} was built with {was}, not {now}: ask with {was}, {other}')
 
-# %% ../nbs/53_search.ipynb #5e5050be
+# %% ../nbs/53_search.ipynb #d2ab40ec
 _OURS = 'manifest.json', 'model', '.lock', 'generation-', '.work-', '.manifest.json.'
 
-def _check_folder(folder:Path, wanted:Record)->None:
+def _check_folder(folder:Path, wanted:IndexRecord)->None:
     "One sentence if an index cannot be made, or brought up to date, in a folder."
     name = f'folder={str(folder)!r}'
     if (folder/'manifest.json').exists():
@@ -359,7 +361,7 @@ def list_candidates(images # folder, file, list of files, or ImageSet
     require(once, f'images={images.name} names an image twice: in an index each has its place once')
     return Candidates(images.paths, images.turns.tolist(), images.take)
 
-# %% ../nbs/53_search.ipynb #e7de45b1
+# %% ../nbs/53_search.ipynb #7bd7cb37
 @dataclass(frozen=True)
 class EmbedOptions:
     "How images are embedded, see `embed`."
@@ -370,18 +372,18 @@ class EmbedOptions:
     save_seconds:float=5.     # between two safe points
     progress:bool=True        # a bar with images/s and time left?
 
-class Embedded(NamedTuple):
-    "Images that were embedded."
+class NewImages(NamedTuple):
+    "Images that were just embedded."
     images:ImageSet       # in the order of the rest
     rows:np.ndarray       # of `_ROW`, without ids and places of thumbnails
     embeddings:np.ndarray # (n, d), of any length
     skipped:dict          # path -> reason
     seconds:float=0.      # it took
 
-def _none_embedded(record:Record, skipped:dict)->Embedded:
+def _none_embedded(record:IndexRecord, skipped:dict)->NewImages:
     "The result when there was nothing to embed, or nothing that could be."
     vectors = np.zeros((0, record.dim), np.float32)
-    return Embedded(ImageSet('none', []), np.zeros(0, _ROW), vectors, skipped)
+    return NewImages(ImageSet('none', []), np.zeros(0, _ROW), vectors, skipped)
 
 # %% ../nbs/53_search.ipynb #0a1f29b1
 def _reasons(images:ImageSet, error)->dict: # path -> reason
@@ -403,14 +405,14 @@ def _make_rows(paths:list, stamps:dict, logits)->np.ndarray: # of `_ROW`
         rows['label'][some], rows['probability'][some] = predict_classes(logits[some])
     return rows
 
-# %% ../nbs/53_search.ipynb #e813eee6
+# %% ../nbs/53_search.ipynb #805ceac3
 def _embed_new(model:MultiGrain,      # network
                candidates:Candidates, # images
                places,                # of those that are new
-               record:Record,         # how vectors are made
+               record:IndexRecord,    # how vectors are made
                folder:Path,           # of the index
                options:EmbedOptions=EmbedOptions()
-              )->Embedded:
+              )->NewImages:
     "Embed some of the candidates."
     began = time.perf_counter()
     paths = [candidates.paths[i] for i in places]
@@ -426,7 +428,7 @@ def _embed_new(model:MultiGrain,      # network
         return _none_embedded(record, images.bad | _reasons(images, e))
     found = r[r.ps[0]]
     rows = _make_rows(r.images.paths, stamps, found.logits if model.n_classes else None)
-    return Embedded(r.images, rows, found.embedding, r.skipped, time.perf_counter() - began)
+    return NewImages(r.images, rows, found.embedding, r.skipped, time.perf_counter() - began)
 
 # %% ../nbs/53_search.ipynb #11429c0b
 class Generation(NamedTuple):
@@ -491,13 +493,13 @@ class Index(ThreeGrains):
         "The small picture of an image."
         return Image.open(io.BytesIO(self.thumbnail_bytes(row)))
 
-# %% ../nbs/53_search.ipynb #ac5d7f8f
+# %% ../nbs/53_search.ipynb #e3f91d45
 class Merged:
     "What a new generation holds, sorted by path: images of the old one that stay, and new ones."
     def __init__(self,
                  old:Index,       # an empty one, if there is none yet
                  keep:np.ndarray, # its rows that stay
-                 new:Embedded     # what comes
+                 new:NewImages    # what comes
                 ):
         self.old, self.keep, self.new = old, keep, new
         paths = [old.paths[i] for i in keep] + list(new.images.paths)
@@ -549,8 +551,8 @@ def _write_thumbnails(file:Path, merged:Merged, side:int, progress:bool)->float:
         os.fsync(f.fileno())
     return spent
 
-# %% ../nbs/53_search.ipynb #de834080
-def _write_lists(file:Path, near:Neighbours, old:Index, settings:Settings)->Lists|None:
+# %% ../nbs/53_search.ipynb #dfaaeefa
+def _write_lists(file:Path, near:Neighbours, old:Index, settings:IndexSettings)->Lists|None:
     "Give the vectors a faiss index and write it; None if they are searched exactly."
     if (settings.method or choose_method(*near.embeddings.shape)) == 'flat': return None
     before = old.manifest.search
@@ -651,10 +653,10 @@ def _embed_distractors(images,              # as for `list_candidates`
     check_fpr(fpr, len(found.rows)) # some may be bad
     return Distractors(list(found.images.paths), unit_rows(found.embeddings))
 
-# %% ../nbs/53_search.ipynb #826de7cf
+# %% ../nbs/53_search.ipynb #0c4e1f85
 def _first_reason(skipped:dict)->str: return f'the first: {" ".join(next(iter(skipped.items())))}'
 
-def _check_any(images:Candidates, new:Embedded, kept:int)->None:
+def _check_any(images:Candidates, new:NewImages, kept:int)->None:
     "One sentence if nothing would be in the index, a warning if something is left out."
     n, some = len(images.paths), kept + len(new.rows)
     nothing = 'images: nothing would be left in the index: delete its folder instead'
@@ -701,8 +703,8 @@ def _apply(folder:Path,      # of the index
         if exists and change.distractors is None and _unchanged(merged, wanted): return
         _commit(folder, merged, unrelated, wanted, options.progress)
 
-# %% ../nbs/53_search.ipynb #07206ca7
-def _make_record(model:MultiGrain, s:int, square:bool|None, p:float|None)->Record:
+# %% ../nbs/53_search.ipynb #cdaa4576
+def _make_record(model:MultiGrain, s:int, square:bool|None, p:float|None)->IndexRecord:
     "How the vectors of an index will be made."
     check_type('model', model, MultiGrain)
     text = f's={s} is below the stride {model.stride} of the trunk'
@@ -711,15 +713,15 @@ def _make_record(model:MultiGrain, s:int, square:bool|None, p:float|None)->Recor
     if p is not None: check_number('p', p, above=0, why='an index has one exponent')
     square = default_square(s) if square is None else bool(square)
     p = check_ps(p, model)[0]
-    return Record(model.name, model_hash(model), int(s), square, p, model.dim, model.n_classes)
+    return IndexRecord(model.name, model_hash(model), int(s), square, p, model.dim, model.n_classes)
 
-def _make_settings(method:str|None, recall:float, seed:int, thumbnail:int, fpr:float)->Settings:
+def _make_settings(method, recall:float, seed:int, thumbnail:int, fpr:float)->IndexSettings:
     "What else an index remembers."
     if method is not None: check_choice('method', method, ('flat', 'ivf'))
     check_number('recall', recall, high=1, above=0)
     check_int('seed', seed)
     check_int('thumbnail', thumbnail, 8)
-    return Settings(method, float(recall), int(seed), int(thumbnail), check_fpr(fpr))
+    return IndexSettings(method, float(recall), int(seed), int(thumbnail), check_fpr(fpr))
 
 def _check_classes(classes:list|None, model:MultiGrain)->list|None:
     "One name for each class of the classifier."
@@ -763,7 +765,7 @@ def model(self:Index)->MultiGrain:
         self._model = model
     return self._model
 
-# %% ../nbs/53_search.ipynb #023325ce
+# %% ../nbs/53_search.ipynb #25fa4789
 @patch(cls_method=True)
 @delegates(EmbedOptions)
 def build(cls:Index,
@@ -778,8 +780,7 @@ def build(cls:Index,
           fpr:float=.01,          # false-positive rate of grain 'copy', for each query
           method:str|None=None,   # 'flat' (exact) or 'ivf' (inverted lists); None: by size
           recall:float=.95,       # of 'ivf', against exact search
-          thumbnail:int=96,       # larger side, in pixels
-          seed:int=0,             # of the codebooks
+          thumbnail:int=96, seed:int=0, # larger side, in pixels; of the codebooks
           **kwargs                # of `EmbedOptions`
          )->Index:                # opened
     "Index images, or bring an index to these images."
@@ -843,7 +844,7 @@ def remove(self:Index,
     require(not unknown, f'paths holds {unknown}, which is not in the index: nothing was removed')
     return self._change(Change(drop=gone))
 
-# %% ../nbs/53_search.ipynb #fd60b7e8
+# %% ../nbs/53_search.ipynb #db2260d4
 def _source_candidates(source:str)->Candidates:
     "What is in the folder that an index was built from, if all of it can be seen."
     text = f'images of this index come from {source}, which is not there; nothing was changed'
@@ -854,6 +855,7 @@ def _source_candidates(source:str)->Candidates:
     require(not hidden, f'{text}: mend it, then update again')
     return found
 
+# %% ../nbs/53_search.ipynb #6951418f
 @patch
 @delegates(EmbedOptions)
 def update(self:Index,
