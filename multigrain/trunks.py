@@ -82,7 +82,7 @@ class _Block(nn.Module):
 
     def forward(self, x): return F.relu(self.b(F.relu(self.a(x))) + self.skip(x))
 
-# %% ../nbs/20_trunks.ipynb #38987ad9
+# %% ../nbs/20_trunks.ipynb #5b66326e
 SMALL = dict( # channels of stem and blocks; strides of the blocks, the stem has 2
     mini=((16, 32, 64, 128), (2, 2, 1)),
     small=((16, 32, 64, 192), (2, 2, 1)),
@@ -220,7 +220,7 @@ def _timm_trunk(name:str,       # as timm spells it
     module.load_state_dict(net.state_dict(), strict=False) # all but the classifier
     return Trunk(module, source.mean, source.std, _own_classifier(net, module))
 
-# %% ../nbs/20_trunks.ipynb #d0415508
+# %% ../nbs/20_trunks.ipynb #73831922
 def _timm_weights(name:str, # of a network
                   source    # timm's description of its weights
                  )->Path:
@@ -262,10 +262,9 @@ class _NASNetMobile(nn.Module):
         from timm.models.nasnet import NASNetALarge
         from timm.layers.pool2d_same import AvgPool2dSame
         large = NASNetALarge(stem_size=32, num_features=1056, channel_multiplier=2)
-        wanted = {f'cell_{i}' for i in self.cells} | {'conv0', 'cell_stem_0', 'cell_stem_1',
-                                                      'reduction_cell_0', 'reduction_cell_1'}
+        spare = {f'cell_{i}' for i in range(18) if i not in self.cells}
         for k, cell in large.named_children():
-            if k in wanted: self.add_module(k, cell)
+            if k == 'conv0' or 'cell' in k and k not in spare: self.add_module(k, cell)
         for o in list(self.modules()):
             for k, pool in o.named_children():
                 if isinstance(pool, AvgPool2dSame):
@@ -324,7 +323,7 @@ class _Inverted(nn.Sequential):
 
     def forward(self, x): return x + super().forward(x) if self.shortcut else super().forward(x)
 
-# %% ../nbs/20_trunks.ipynb #b3bb1ada
+# %% ../nbs/20_trunks.ipynb #6d937e90
 _LITE0 = ( # blocks, kernel, stride, expansion, channels
     (1, 3, 1, 1, 16), (2, 3, 2, 6, 24), (2, 5, 2, 6, 40), (3, 3, 2, 6, 80),
     (3, 5, 1, 6, 112), (4, 5, 2, 6, 192), (1, 3, 1, 6, 320))
@@ -367,7 +366,7 @@ def trunk_names()->list: # of text
     more = _timm().list_models() if importlib.util.find_spec('timm') else []
     return [*TRUNKS, *models.list_models(module=models), *more]
 
-# %% ../nbs/20_trunks.ipynb #5f18810f
+# %% ../nbs/20_trunks.ipynb #76b69277
 def make_trunk(name:str,              # one of `trunk_names()`; `timm:NAME` skips torchvision
                pretrained:bool=False, # with weights trained on ImageNet?
                seed:int=0             # of the weights otherwise
