@@ -107,6 +107,6 @@ def open_picture(image     # name in `pictures()`, path, PIL image, or uint8 ten
     name, photos = str(image), package_photos()
     if name in photos: return load_image(photos[name].path)
     if name in pictures(): return _draw(name)
-    what = 'is neither a file nor one of the pictures at hand'
-    require(os.path.exists(name), f'image={name!r} {what} (did you mean {nearest(name, pictures())!r}?)')
+    what = f'image={name!r} is neither a file nor one of the pictures at hand'
+    require(os.path.exists(name), f'{what} (did you mean {nearest(name, pictures())!r}?)')
     return load_image(name)

@@ -77,9 +77,10 @@ def _data_loader(batches:_Batches,
     "One key, one batch, by any number of processes."
     method = 'fork' if workers and sys.platform == 'linux' else None
     pinned = torch.cuda.is_available() if pin_memory is None else pin_memory
-    return DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers, pin_memory=pinned,
+    return DataLoader(batches, batch_size=None, sampler=steps, num_workers=workers,
                       persistent_workers=workers > 0, multiprocessing_context=method,
-                      generator=torch.Generator()) # its own, or it would draw from the global one
+                      pin_memory=pinned,
+                      generator=torch.Generator()) # its own: nothing is drawn from the global one
 
 # %% ../nbs/18_loading.ipynb #f64168c3
 def _is_dead_worker(e:Exception)->bool:
@@ -98,10 +99,6 @@ def _fetch(batches:DataLoader, name:str):
         raise RuntimeError(f'{what}: {todo}') from e
 
 # %% ../nbs/18_loading.ipynb #e927a2b8
-def _first(skipped:dict)->str:
-    "The first of the images that were skipped, to end a sentence."
-    return ', the first: ' + ' '.join(next(iter(skipped.items()))) if skipped else ''
-
 class Loader:
     "Batches of a set, and what was skipped on the way."
     def __init__(self,
@@ -125,6 +122,10 @@ class Loader:
         require(some, f'images={self.images.name}: none could be read{_first(self.skipped)}')
 
 # %% ../nbs/18_loading.ipynb #3d92a9ba
+def _first(skipped:dict)->str:
+    "The first of the images that were skipped, to end a sentence."
+    return ', the first: ' + ' '.join(next(iter(skipped.items()))) if skipped else ''
+
 @patch
 def note(self:Loader,
          skipped:dict # path -> reason, of images that could not be read
@@ -159,8 +160,7 @@ class Decoded:
     "All images of a set, decoded, in one block of memory."
     def __init__(self,
                  images:ImageSet, # with sizes
-                 limit:float=4.,  # gigabytes that they may take
-                 show:bool=True): # a progress bar?
+                 limit:float=4.): # gigabytes that they may take
         _check_sizes(images)
         sizes = 3*images.sizes.prod(1)
         need, todo = sizes.sum()/1e9, 'pass cache=False or raise cache_limit'
@@ -170,7 +170,7 @@ class Decoded:
         self.pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8)
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool: # decoders release the GIL
             done = pool.map(self._fill, range(len(images))) # in the order of the rows
-            bar = progress(done, f'decode {images.name}', len(images), show=show)
+            bar = progress(done, f'decode {images.name}', len(images))
             self.bad = {row: e for row, e in enumerate(bar) if e}
     def load(self, row:int)->Tensor:
         "The same as `ImageSet.load`."
@@ -199,7 +199,7 @@ class _Steps:
     def __len__(self): return len(self.sampler)
     def __iter__(self): return zip(repeat(self.sampler.epoch), self.sampler)
 
-def _training_view(image, epoch, row, repetition, transform, seed)->Tensor:
+def _augmented(image, epoch, row, repetition, transform, seed)->Tensor:
     "One augmented view: a function of its four numbers."
     return transform(image, view_rng(seed, epoch, row, repetition))
 
@@ -243,10 +243,8 @@ def train_loader(images:ImageSet,          # training set
     "Batches of repeated augmentation: each image decoded once, m views of it."
     n = len(_check_set(images))
     steps = _Steps(RABatchSampler(n, batch_size, m, iterations, seed, rank, world_size))
-    transform = train_transform(augmentation, s, exact, params)
-    view = partial(_training_view, transform=transform, seed=seed)
-    in_files = images.pixels is None # else they are in memory already
-    source = Decoded(images, cache_limit) if cache and in_files else None
+    view = partial(_augmented, seed=seed, transform=train_transform(augmentation, s, exact, params))
+    source = Decoded(images, cache_limit) if cache and images.pixels is None else None
     loader = TrainLoader(images, view, steps, source, bad, workers, pin_memory)
     if source: loader.note({e.path: e.reason for e in source.bad.values()}) # before the first step
     return loader
@@ -329,11 +327,9 @@ def copies_loader(images:ImageSet,          # made by `in_aug`
                   workers:int=0,            # processes that make batches, 0: this one
                   bad:str='raise',          # an image that cannot be read: 'raise', or 'skip' it
                   exact:bool=True,          # colours as PIL computes them, or fused and faster
-                  pin_memory:bool|None=None,# None: where there is a GPU
-                  kind:str=''               # transitional: the old name of augmentation
+                  pin_memory:bool|None=None # None: where there is a GPU
                  )->Loader:                 # of `Batch`; `instance` is the row of a copy
     "The augmented copies of IN-aug, each image decoded once for those in one batch."
-    augmentation = kind or augmentation # transitional
     check_int('seed', seed); check_int('batch_size', batch_size, 1)
     keys = list(zip(range(len(_check_set(images))), images.copies.tolist()))
     transform = train_transform(augmentation, s, exact)

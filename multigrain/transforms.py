@@ -402,6 +402,3 @@ def train_transform(augmentation:str,        # full, AA or crop
     check_choice('augmentation', augmentation, AUGMENTATIONS)
     return partial(augment, augmentation=augmentation, s=check_int('s', s, 1), exact=exact,
                    params=check_augmentation(params))
-
-# %% ../nbs/11_transforms.ipynb #cf745077
-_at_least, _one_of = check_int, check_choice # transitional

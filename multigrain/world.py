@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['INSTANCE', 'PLACE', 'LAYOUT', 'VIEW', 'COPY', 'NOISE', 'OBJECTS', 'EDITS', 'FORMAT', 'LIMITS', 'stream', 'photograph',
-           'crop_copy', 'jpeg_copy', 'recoded', 'turned', 'strong_copy', 'world_root', 'make_world']
+           'crop_copy', 'jpeg_copy', 'recoded', 'turned', 'strong_copy', 'world_root', 'check_sizes', 'make_world']
 
 # %% ../nbs/16_world.ipynb #bd047ae5
 import io, json, math, multiprocessing, os, signal, threading
@@ -517,6 +517,7 @@ def make_backdrop(rng:np.random.Generator # stream of the place
                    for _ in range(2))
     return Backdrop(wall, floor, rng.uniform(-.2,.7), rng.uniform(-.12,.12))
 
+# %% ../nbs/16_world.ipynb #e7da0b4a
 def background(place:Backdrop,
                x:np.ndarray, y:np.ndarray, # where on the plane of the scene, (h, w)
                seed:int      # of the world
@@ -876,6 +877,12 @@ LIMITS = dict(n_classes=(2,len(OBJECTS)), n_train=(0,99999), n_val=(0,99999), n_
               n_ukbench=(0,25000), n_copydays=(0,8000), n_distractors=(0,10**6),
               n_whiten=(0,10**6)) # what the digits of the file names can count
 
+def check_sizes(sizes:Sizes # as given
+               )->Sizes:    # the same
+    "Refuse a world that cannot be counted."
+    return Sizes(*(check_int(k, v, *LIMITS[k]) for k, v in sizes._asdict().items()))
+
+# %% ../nbs/16_world.ipynb #c72c843a
 def make_world(root=None,               # folder to write to; `world_root()` if not given
                seed:int=0,              # another seed draws another world
                n_classes:int=16,        # kinds of object, in the order of `OBJECTS`
@@ -890,18 +897,13 @@ def make_world(root=None,               # folder to write to; `world_root()` if 
                progress:bool=True       # show a bar?
               )->Path:                  # root
     "Write the embedded world, once: what is there already is not drawn again."
-    given = Sizes(n_classes, n_train, n_val, n_holidays, n_ukbench, n_copydays,
-                  n_distractors, n_whiten)
-    sizes = Sizes(*(check_int(k, v, *LIMITS[k]) for k, v in given._asdict().items()))
+    sizes = check_sizes(Sizes(n_classes, n_train, n_val, n_holidays, n_ukbench, n_copydays,
+                              n_distractors, n_whiten))
     parameters = dict(seed=check_int('seed', seed, 0, 2**32-1), **sizes._asdict())
     if processes is None: processes = os.cpu_count() or 1
     check_int('processes', processes, 1, 1024)
-    # said before waiting for a lock that our own caller holds
     unguarded = getattr(multiprocessing.current_process(), '_inheriting', False)
-    require(not unguarded, UNGUARDED, RuntimeError)
+    require(not unguarded, UNGUARDED, RuntimeError) # before waiting for the lock of our caller
     root = world_root() if root is None else Path(root)
     write_world(root, parameters, drawings(sizes), processes, progress)
     return root
-
-# %% ../nbs/16_world.ipynb #d122d1e9
-KINDS, alone = OBJECTS, partial(locked, wait=True) # transitional

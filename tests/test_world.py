@@ -136,7 +136,7 @@ def test_unguarded_script_is_told_so(tmp_path):
 
 def test_read_by_the_readers(world, monkeypatch, tmp_path):
     monkeypatch.setenv('MULTIGRAIN_CACHE', str(tmp_path))
-    def n(read, folder, *part): return len(read(world/folder, *part, incomplete=True)) # fewer images than the real sets
+    def n(read, folder, *part): return len(read(world/folder, *part, incomplete=True)) # fewer than the real sets
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         assert [n(imagenet, '', o) for o in ('train', 'val')] == [12, 6]
