@@ -159,9 +159,9 @@ def make_joint(recipe:Recipe,      # what to build
     "The network and the loss of a recipe."
     r = recipe
     model = MultiGrain(r.trunk, r.p, n_classes, r.pretrained, r.learn_p, seed=r.seed)
-    why = 'nothing would be left of the image'
+    below = f'is below the stride {model.stride} of trunk {r.trunk}'
     require(r.resolution >= model.stride,
-            f'resolution={r.resolution} is below the stride {model.stride} of trunk {r.trunk}: {why}')
+            f'resolution={r.resolution} {below}: nothing would be left of the image')
     if r.batch_norm == 'sync': model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     margin = MarginLoss(beta=r.beta, normalize=r.normalize, sampling=r.sampling,
                         same_class=r.same_class, group=r.group)
@@ -170,7 +170,12 @@ def make_joint(recipe:Recipe,      # what to build
 # %% ../nbs/32_training.ipynb #a3baed9c
 class Learner:
     "Network, loss and optimizer of one process: what learns, one step at a time."
-    def __init__(self, recipe:Recipe, n_classes:int, process:Process=Process(), device='cpu'):
+    def __init__(self,
+                 recipe:Recipe,             # what to learn, and how
+                 n_classes:int,             # of the training set
+                 process:Process=Process(), # this one, among others
+                 device='cpu'               # where it computes
+                ):
         self.recipe, self.process, self.device = recipe, process, torch.device(device)
         joint = make_joint(recipe, n_classes, recipe.gather and process.size > 1)
         self.joint = joint.to(self.device, memory_format=torch.channels_last)
@@ -355,7 +360,7 @@ def in_parts(batches:Iterable, # of `Batch`
 
 # %% ../nbs/32_training.ipynb #df3bf92f
 def pair_metrics(recipe:Recipe)->list: # names of fields of `Totals`
-    "What is told about the sampled pairs; lines of recipes without newer switches stay as they were."
+    "What is told about the sampled pairs: collisions only with the newer switches of a recipe."
     newer = parameters(recipe).keys() & set(ADDED_LATER)
     return ['fallback', 'entropy', 'collision'] if newer else ['fallback', 'entropy']
 
@@ -405,7 +410,7 @@ class Trainer:
 @patch
 def save(self:Trainer, name:str)->None:
     "Write the state, from the first process."
-    own = self.totals[:6 + len(pair_metrics(self.recipe))]
+    own = self.totals[:6 + len(pair_metrics(self.recipe))] # the last are about pairs
     sums = [own]*self.process.size
     if self.process.size > 1: dist.all_gather_object(sums, own)
     if self.first:
@@ -454,11 +459,12 @@ class Timing(NamedTuple):
     images_per_second:float
     waiting:float # share of the time that was spent waiting for batches
 
+# %% ../nbs/32_training.ipynb #1e31b0fe
 @patch
 def train_epoch(self:Trainer, bar)->Timing:
     "One epoch, or the rest of one."
-    r, first, begun, waited = self.recipe, self.steps_done, time.monotonic(), 0.
-    self.data.train.set_epoch(self.epoch, first*r.accumulate)
+    r, before, begun, waited = self.recipe, self.steps_done, time.monotonic(), 0.
+    self.data.train.set_epoch(self.epoch, before*r.accumulate)
     set_mode(self.learner.joint, r.batch_norm)
     steps = in_parts(map(self.learner.to_device, self.data.train), r.accumulate)
     while self.steps_done < r.iterations:
@@ -469,7 +475,7 @@ def train_epoch(self:Trainer, bar)->Timing:
         if self.progress: self.show(bar)
         if self.steps_done < r.iterations and self.time_to_save(): self.save('step')
     seconds = time.monotonic() - begun
-    speed = (r.iterations - first)*r.batch_size/seconds
+    speed = (r.iterations - before)*r.batch_size/seconds
     return Timing(self.epoch, seconds, speed, waited/seconds)
 
 # %% ../nbs/32_training.ipynb #3744b36e
