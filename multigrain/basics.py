@@ -35,6 +35,7 @@ def check_int(name:str,          # of the parameter
               high:int|None=None # largest, if there is one
              )->int:             # the same as a Python int
     "A whole number within its bounds."
+    if type(value) is int and value >= low and (high is None or value <= high): return value # the usual case, at once
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     require(whole, f'{name}={value!r} must be a whole number, at least {low}', TypeError)
     require(value >= low, f'{name}={value} must be at least {low}')

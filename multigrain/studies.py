@@ -8,7 +8,7 @@ __all__ = ['STUDIES', 'ARMS', 'PS', 'NOTEBOOKS', 'LADDER', 'ASKS', 'TINY_ASKS', 
            'find_run', 'epochs_done', 'take_gpu', 'train_one', 'Job', 'train_all', 'at_once', 'flat_sets',
            'ensure_runs', 'p_star', 'score_of', 'values', 'Ask', 'asks', 'notebooks', 'wanted_jobs', 'is_measured']
 
-# %% ../nbs/60_studies.ipynb #e21cb51b
+# %% ../nbs/60_studies.ipynb #77b5c12a
 import json, os, shlex, time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -27,14 +27,14 @@ from .recipe import Recipe, make_recipe, parameters
 from .runs import Run, run_hash, runs_root
 from .sets import ImageSet
 
-# %% ../nbs/60_studies.ipynb #9a7390c2
+# %% ../nbs/60_studies.ipynb #408732ce
 def paper_values(name:str # of a table or figure, as in nbs/paper
                 )->dict:  # title, reference, and what the paper prints
     "What the paper prints there."
     known = read_json(project_root()/'data/paper.json')
     return known[check_choice('name', name, [o for o in known if o != 'about'])]
 
-# %% ../nbs/60_studies.ipynb #59e91553
+# %% ../nbs/60_studies.ipynb #c276c43f
 @dataclass(frozen=True)
 class Study:
     "The scale at which the paper is repeated."
@@ -47,7 +47,7 @@ class Study:
     sets:tuple      # retrieval benchmarks there are
     per_class:int=2 # images of each class for IN-aug
 
-# %% ../nbs/60_studies.ipynb #eceaa1ac
+# %% ../nbs/60_studies.ipynb #a1a58a7c
 _MINI = dict(trunk='mini', m=2, min_crop=.5, resolution=32, batch_size=32, iterations=100, epochs=36,
              lr=.02, drops=[24, 33], warmup=2., weight_decay=5e-4, exact=False)
 _TINY = dict(trunk='small', m=3, min_crop=.08, resolution=32, batch_size=128, iterations=156, epochs=24,
@@ -59,7 +59,7 @@ STUDIES = {o.name: o for o in (
     Study('tiny', 'mini', _TINY, 3, (32, 48, 64), 'data/tiny_imagenet100', ('copies',), 5),
     Study('paper', 'paper', {}, 1, (224, 500, 800), '', _BENCHMARKS))}
 
-# %% ../nbs/60_studies.ipynb #3256982d
+# %% ../nbs/60_studies.ipynb #ca34fb1b
 def find_study(preset:str='mini', # one of `STUDIES`
                data:str='',       # to train on; that of the study if empty
                seeds:int=0        # of each arm; as the study if 0
@@ -73,7 +73,7 @@ def find_study(preset:str='mini', # one of `STUDIES`
     inside = not is_drawn(data) and not Path(data).is_absolute() and root.exists()
     return replace(found, data=str(root) if inside else data, seeds=check_int('seeds', seeds) or found.seeds)
 
-# %% ../nbs/60_studies.ipynb #d682f722
+# %% ../nbs/60_studies.ipynb #4372f606
 ARMS = {
     'uniform p=1': dict(lam=1., m=1, p=1.), 'uniform p=3': dict(lam=1., m=1, p=3.),
     'RA p=1': dict(lam=1., p=1.), 'RA p=3': dict(lam=1., p=3.),
@@ -84,7 +84,7 @@ ARMS = {
     'published sampling': dict(lam=.5, p=3., sampling='published'),
     'learned p': dict(lam=.5, p=3., learn_p=True)}
 
-# %% ../nbs/60_studies.ipynb #777a5941
+# %% ../nbs/60_studies.ipynb #825f7eb4
 def relative(data:str # name or folder of data
             )->str:
     "A folder of the project as it is written from the project's root."
@@ -103,7 +103,7 @@ def run_name(study:Study, arm:str, seed:int)->str:
     "Folder of a run in the store."
     return f'{study.name}-{run_hash(parameters(arm_recipe(study, arm, seed)))}'
 
-# %% ../nbs/60_studies.ipynb #08ca67ec
+# %% ../nbs/60_studies.ipynb #d54ea36b
 def command(study:Study, arm:str, seed:int)->str:
     "What to type to train one run, from the folder of the project."
     usual = asdict(make_recipe(study.preset, data=study.data))
@@ -112,7 +112,7 @@ def command(study:Study, arm:str, seed:int)->str:
     words = [f'--{k} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}' for k, v in differs.items()]
     return f'python -m multigrain.training --preset {study.preset} --name {study.name} {" ".join(words)}'
 
-# %% ../nbs/60_studies.ipynb #33461e0a
+# %% ../nbs/60_studies.ipynb #73252c93
 PS = tuple(map(float, range(1, 11)))
 
 class Row(NamedTuple):
@@ -128,7 +128,7 @@ class Measured(NamedTuple):
     images:ImageSet
     whiten:ImageSet|None=None # to learn a whitening from
 
-# %% ../nbs/60_studies.ipynb #3963aa8a
+# %% ../nbs/60_studies.ipynb #5aaa1f27
 def open_set(study:Study, # scale
              name:str     # val, in_aug, or a benchmark of the study
             )->Measured:
@@ -144,22 +144,23 @@ def open_set(study:Study, # scale
     images = open_benchmark(name, '' if drawn else study.data, study.data)
     return Measured(images, image_folder(folder, name='whiten'))
 
-# %% ../nbs/60_studies.ipynb #078f15d3
+# %% ../nbs/60_studies.ipynb #afa5ef1d
 def measure_set(net,            # in evaluation mode
                 study:Study,    # scale
                 name:str,       # of the set
                 s:int,          # resolution
                 found:Measured, # made by `open_set`
+                ps=PS,          # exponents
                 dims=None       # of the whitening, several; None: all dimensions
                )->list:         # of `Row`
-    "Measure a network on one set at one resolution, for all exponents."
+    "Measure a network on one set at one resolution, for some exponents from one pass."
     few = found.whiten is not None and len(found.whiten) <= 2*net.dim
-    scores = score_benchmark(net, name, found.images, s, s == study.s[0], PS, whiten=found.whiten, dims=dims,
+    scores = score_benchmark(net, name, found.images, s, s == study.s[0], ps, whiten=found.whiten, dims=dims,
                              shrinkage='oas' if few else None, progress=False)
     return [Row(f'{name} {o.name}' if name == 'val' else name, s, o.protocol['p'],
                 o.protocol['whitening_dims'], o.value) for o in scores]
 
-# %% ../nbs/60_studies.ipynb #46f5b4e6
+# %% ../nbs/60_studies.ipynb #dc604c06
 _opened = {} # sets of this process, read once
 
 def measure(run:Run,     # complete
@@ -179,7 +180,7 @@ def measure(run:Run,     # complete
         write_json(file, known)
     return [Row(*o) for name in sets for s in study.s for o in known[f'{name} {s}']]
 
-# %% ../nbs/60_studies.ipynb #e3bcc2a0
+# %% ../nbs/60_studies.ipynb #98a35846
 class Scored(NamedTuple):
     "A run and its scores."
     run:Run
@@ -194,7 +195,7 @@ def find_run(study:Study, arm:str, seed:int, sets=())->Run|None:
         measured = all(f'{o} {s}' in known for o in sets for s in study.s)
         if (folder/'model').is_dir() or measured: return Run(folder)
 
-# %% ../nbs/60_studies.ipynb #00e14c08
+# %% ../nbs/60_studies.ipynb #57a3aae5
 def epochs_done(study:Study, arm:str, seed:int)->int:
     "Epochs of a run that are in the store."
     file = runs_root()/run_name(study, arm, seed)/'metrics.jsonl'
@@ -218,7 +219,7 @@ def train_one(study:dict, # fields of a `Study`: plain values travel between pro
     run = train(arm_recipe(study, arm, seed), Place(name=study.name), Machine(progress=False, **alone))
     measure(run, study, sets)
 
-# %% ../nbs/60_studies.ipynb #db59c827
+# %% ../nbs/60_studies.ipynb #d99ef61b
 class Job(NamedTuple):
     "A run to train, and what to measure on it."
     arm:str
@@ -238,7 +239,7 @@ def _watch(study:Study, waiting:dict, total:int, bar)->None:
         bar.update(total - left - bar.n)
         time.sleep(.5)
 
-# %% ../nbs/60_studies.ipynb #7b4934b6
+# %% ../nbs/60_studies.ipynb #15f52e32
 def train_all(study:Study, # scale
               jobs:list,   # of `Job`
               processes:int # at once
@@ -259,7 +260,7 @@ def train_all(study:Study, # scale
             for o in list((pool._processes or {}).values()): o.terminate()
             raise
 
-# %% ../nbs/60_studies.ipynb #2b9697a9
+# %% ../nbs/60_studies.ipynb #4d7d24ec
 def at_once()->int:
     "How many runs are trained at the same time: one for each GPU, or else for each processor."
     return torch.cuda.device_count() or os.cpu_count() or 1
@@ -284,7 +285,7 @@ def ensure_runs(study:Study,     # scale
     found = {o[:2]: find_run(study, *o) for o in wanted}
     return {a: [Scored(o := found[a, b], measure(o, study, sets)) for b in seeds] for a in arms}
 
-# %% ../nbs/60_studies.ipynb #910f0541
+# %% ../nbs/60_studies.ipynb #5c036b30
 def p_star(scored:Scored, # with the scores of in_aug
            s:int          # resolution
           )->float:
@@ -293,7 +294,7 @@ def p_star(scored:Scored, # with the scores of in_aug
     require(best, f's={s} has no scores of in_aug: ask for sets=("in_aug", ...) in ensure_runs')
     return max(sorted(best), key=best.get)
 
-# %% ../nbs/60_studies.ipynb #5e3b7625
+# %% ../nbs/60_studies.ipynb #6c21bb2d
 def score_of(scored:Scored, set:str, s:int, p:float, whiten:bool=False)->float:
     "One score of a run."
     found = [o.value for o in scored.rows if (o.set, o.s, o.p, o.dims > 0) == (set, s, p, whiten)]
@@ -310,7 +311,7 @@ def values(runs:list,        # of `Scored`, one for each seed
     def exponent(o): return p_star(o, s) if p == 'star' else float(p or o.run.parameters['p'])
     return np.array([score_of(o, set, s, exponent(o), whiten) for o in runs])
 
-# %% ../nbs/60_studies.ipynb #98c9a628
+# %% ../nbs/60_studies.ipynb #63134728
 NOTEBOOKS = ['table_2', 'table_p_star', 'table_3', 'table_e1', 'table_b1_c1', 'figure_3', 'figure_4', 'figure_5',
              'figure_a1', 'figure_a2_a3', 'forward_time', 'ablations']
 LADDER = ['uniform p=1', 'RA p=1', 'MultiGrain p=1', 'MultiGrain p=3'] # the paper's four sources of improvement
@@ -331,7 +332,7 @@ ASKS = {
     'ablations': Ask(['MultiGrain p=3', 'uniform p=3', 'RA m=2', 'RA m=3', 'RA m=5', 'published sampling', 'learned p'],
                      _EVERYTHING)}
 
-# %% ../nbs/60_studies.ipynb #32be0c88
+# %% ../nbs/60_studies.ipynb #14bcc50a
 TINY_ASKS = {
     'table_2': Ask(LADDER, ['val', 'in_aug']), 'table_p_star': Ask(['MultiGrain p=3'], ['in_aug']),
     'table_3': Ask(LADDER, ['in_aug', 'retrieval']), 'table_e1': Ask(['uniform p=1'], ['val']),
@@ -347,7 +348,7 @@ def notebooks(study:Study)->list:
     "The notebooks that are run at this scale."
     return [o for o in NOTEBOOKS if study.name != 'tiny' or o in TINY_ASKS]
 
-# %% ../nbs/60_studies.ipynb #42a1a4b9
+# %% ../nbs/60_studies.ipynb #f4536953
 def wanted_jobs(study:Study, # scale
                 names        # of notebooks
                )->list:      # of `Job`

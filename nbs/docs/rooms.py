@@ -36,7 +36,7 @@ def imports(module:str)->list: # of (module, name)
 def widths()->dict:
     "Figures of the exported lines."
     lines = [l for m in rooms() for l in (ROOT/'multigrain'/f'{m}.py').read_text(encoding='utf-8').splitlines()]
-    lines = [l for l in lines if l.strip() and not l.startswith('# %%')]
+    lines = [l for l in lines if l.strip() and not l.startswith(('# %%', '__all__'))] # written by nbdev
     sizes = sorted(map(len, lines))
     raises = sum(bool(re.search(r'\braise ', l)) for l in lines)
     return {
