@@ -12,7 +12,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastcore.basics import patch
@@ -133,7 +132,7 @@ def _row_softmax(weight:Tensor # logarithms, (B, B)
     "Probabilities from log weights, row by row."
     return weight.softmax(1).nan_to_num_(nan=0.)
 
-# %% ../nbs/03_margin.ipynb #1b5f4319
+# %% ../nbs/03_margin.ipynb #05d034ee
 SAME_CLASS = 'allow', 'exclude'
 
 def _check_same_class(same_class, label):
@@ -284,7 +283,7 @@ def _group_pairs(square, instance, d, min_distance, max_distance, sampling, gene
     if label is not None: collides = _one_class(label[anchor[triplet]], label[negative])
     return Pairs(anchor, positive, negative, triplet, P, fallback, collides)
 
-# %% ../nbs/03_margin.ipynb #5d9d22e5
+# %% ../nbs/03_margin.ipynb #78fe7e35
 def _join(parts:list # of `Pairs`, one for each group
          )->Pairs:   # of the whole batch
     "The pairs of several groups, their views and pairs counted on."
@@ -296,7 +295,7 @@ def _join(parts:list # of `Pairs`, one for each group
     joined = {name: torch.cat([getattr(o, name) for o in moved]) for name in names}
     return Pairs(**joined, probability=torch.block_diag(*[o.probability for o in parts]))
 
-# %% ../nbs/03_margin.ipynb #1caee4ab
+# %% ../nbs/03_margin.ipynb #7612c1c8
 def sample_pairs(square:Tensor,                       # squared distances, (B, B)
                  instance:Tensor,                     # image ids, (B,)
                  d:int,                               # dimension of the embedding
@@ -358,7 +357,7 @@ class MarginLoss(nn.Module):
         how = f'normalize={self.normalize!r}, sampling={self.sampling!r}'
         return f'alpha={self.alpha}, beta={self.beta.item():.4g}, {how}'
 
-# %% ../nbs/03_margin.ipynb #47b86479
+# %% ../nbs/03_margin.ipynb #7532a7c0
 def _pair_loss(e:Tensor,      # unit vectors, (B, d)
                square:Tensor, # their squared distances, (B, B)
                pairs:Pairs,   # of the batch
@@ -373,7 +372,7 @@ def _pair_loss(e:Tensor,      # unit vectors, (B, d)
     near, far = distance.tensor_split([len(pairs.positive)])
     return _hinge(near, far, pairs.triplet, beta, alpha, normalize)
 
-# %% ../nbs/03_margin.ipynb #17692f49
+# %% ../nbs/03_margin.ipynb #02487b00
 @patch
 def forward(self:MarginLoss,
             embedding:Tensor,                    # (B, d); normalised inside

@@ -327,6 +327,3 @@ class Whitening(_State):
     def fold(self, classifier:nn.Linear)->nn.Linear:
         "The layer with |e| layer(Phi(e)) = classifier(e); e is [e, 1] with the constant channel."
         return fold_linear(classifier, self.mean, self.S_inv, self.constant)
-
-# %% ../nbs/05_whiten.ipynb #a380cb8c
-_check_options = check_options # transitional
