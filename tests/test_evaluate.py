@@ -41,7 +41,8 @@ def test_ranks_do_not_depend_on_chunks_or_on_the_order_of_the_database(search):
 def test_a_duplicate_of_a_right_answer_costs_one_rank(search):
     x, positives, _ = search
     first = [p[:1] for p in positives]
-    before, after = positive_ranks(x[:1], x, first[:1]), positive_ranks(x[:1], np.concatenate([x, x[first[0]]]), first[:1])
+    before = positive_ranks(x[:1], x, first[:1])
+    after = positive_ranks(x[:1], np.concatenate([x, x[first[0]]]), first[:1])
     assert after[0][0] == before[0][0] + 1
 
 @few
