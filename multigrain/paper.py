@@ -1,2 +1,0 @@
-"transitional shim"
-from .page import html_page
