@@ -113,8 +113,8 @@ def train_here(recipe:Recipe, place:Place, machine:Machine, process:Process=Proc
     "Train as one of the processes; the caller has joined their group."
     device, sets = own_device(), training_sets(recipe.data, recipe.bad)
     check_device(recipe, device.type)
-    data = make_data(recipe, sets, process, machine.workers, machine.cache)
     learner = Learner(recipe, len(sets[0].classes), process, device)
+    data = make_data(recipe, sets, process, machine.workers, machine.cache)
     first, several = process.rank == 0, process.size > 1
     if first: run = open_training(recipe, place, sets)
     if several: dist.barrier()

@@ -228,7 +228,3 @@ def compare(ours:dict,    # row -> value, or the values of several seeds
         rows.append({'': k, 'paper': printed, 'ours': mean, '± 95 %': half,
                      'difference': mean - printed, 'seeds': seeds})
     return pd.DataFrame(rows).set_index('').round(digits)
-
-# %% ../nbs/30_runs.ipynb #ac13adaf
-from .basics import locked as alone # transitional
-_git_revision = git_revision # transitional
