@@ -440,6 +440,7 @@ def time_to_save(self:Trainer)->bool:
     dist.broadcast(flag := torch.tensor(int(late), device=self.learner.device), 0)
     return bool(flag)
 
+# %% ../nbs/32_training.ipynb #c766d54c
 @patch
 def step(self:Trainer, parts:list)->None:
     "One step, and what it told."
@@ -514,6 +515,7 @@ def after_epoch(self:Trainer, line:dict, timing:Timing)->None:
         with SummaryWriter(run.folder/'tensorboard') as w:
             for k, v in line.items(): w.add_scalar(k, v, line['epoch'])
 
+# %% ../nbs/32_training.ipynb #c0bb7a90
 @patch
 def end_epoch(self:Trainer)->dict: # its line of metrics
     "Validate, note the metrics, save."
@@ -544,6 +546,7 @@ def fit(self:Trainer)->list: # a line of metrics for each epoch
             if self.first: self.after_epoch(line, timing)
     return self.metrics
 
+# %% ../nbs/32_training.ipynb #7a931263
 @patch
 def finish(self:Trainer)->None:
     "Write the network and the result."
