@@ -94,7 +94,8 @@ def test_without_a_run_the_sentence_says_what_to_type(place):
 
 def parameters_of(name):
     "The parameters cell of a job: name -> default."
-    cell, = [c for c in nbformat.read(ROOT/'nbs'/f'{name}.ipynb', 4).cells if "parameters" in c.metadata.get("tags", "")]
+    cells = nbformat.read(ROOT/'nbs'/f'{name}.ipynb', 4).cells
+    cell, = [c for c in cells if 'parameters' in c.metadata.get('tags', [])]
     lines = [o for o in cell.source.splitlines() if not o.startswith('declare')]
     assert all(' # ' in o for o in lines), 'every parameter has its own line with a comment'
     assigned = [o for o in ast.parse(cell.source).body if isinstance(o, ast.Assign)]
