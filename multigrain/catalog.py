@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import NamedTuple
 from .basics import check_type, nearest, read_json, require
 from .datasets import is_drawn, training_sets, world_folder
-from .model import MultiGrain, load, load_published, trunk_names
+from .model import MultiGrain, load, load_published
 from .readers import copydays, holidays, image_folder, imagenet, in_aug, ukbench
 from .readers import distractors as read_distractors
 from .recipe import PRESETS
 from .runs import Run, complete_runs, runs_root
 from .sets import ImageSet, join
+from .trunks import trunk_names
 from .world import OBJECTS
 
 # %% ../nbs/42_catalog.ipynb #5b1282c0
