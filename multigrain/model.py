@@ -354,6 +354,3 @@ def load_published(path:str|Path,                 # such as joint_3B_0.5.pth
     state = {re.sub(r'^features\.', 'trunk.', k): v for k, v in state.items()}
     _fill(model, state, what, model.name)
     return model.eval()
-
-# %% ../nbs/21_model.ipynb #afb926e6
-from .trunks import trunk_names # transitional

@@ -84,10 +84,12 @@ def test_from_the_store(made):
         and '--seed 1' in done.stderr
     )
 
-@pytest.mark.parametrize('words,says', [(('--preset', 'papr'), 'did you mean paper'), (('--preset', 'paper'), 'needs data'), (('--names', 'table_9'), 'table_9'), (('--preset', 'smoke', '--seed', '3'), 'did you mean seeds'),
-                                        (('--preset', 'paper', '--data', 'tests'), 'no folder holidays')])
+MISTAKES = [('--preset papr', 'did you mean paper'), ('--preset paper', 'needs data'), ('--names table_9', 'table_9'),
+            ('--preset smoke --seed 3', 'did you mean seeds'), ('--preset paper --data tests', 'no folder holidays')]
+
+@pytest.mark.parametrize('words,says', MISTAKES)
 def test_a_mistake_is_one_sentence(tmp_path, words, says):
-    done = paper(tmp_path, *words)
+    done = paper(tmp_path, *words.split())
     assert (
         done.returncode == 1
         and says in done.stderr

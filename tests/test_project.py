@@ -73,17 +73,20 @@ def test_readme_comes_from_index(tmp_path):
 
 def test_import_is_light_and_changes_nothing():
     code = '''
-    import sys, multigrain
-    assert not {"torch", "numpy", "pandas", "matplotlib"} & set(sys.modules), "import multigrain loads a library"
-    import importlib, torch, numpy as np, random
-    torch.manual_seed(1); np.random.seed(1); random.seed(1)
-    state = lambda: (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate(), torch.get_num_threads(), torch.get_default_dtype(),
-                     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled())
-    before = state()
-    for m in sys.argv[1:]: importlib.import_module("multigrain." + m)
-    assert state() == before, "importing a module changed global state"
-    assert "matplotlib.pyplot" not in sys.modules, "a module loads pyplot on import"
-    '''
+import sys, multigrain
+assert not {"torch", "numpy", "pandas", "matplotlib"} & set(sys.modules), "import multigrain loads a library"
+import importlib, torch, numpy as np, random
+torch.manual_seed(1); np.random.seed(1); random.seed(1)
+cudnn = torch.backends.cudnn
+def state():
+    return (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate(), torch.get_num_threads(),
+            torch.get_default_dtype(), cudnn.benchmark, cudnn.deterministic,
+            torch.are_deterministic_algorithms_enabled())
+before = state()
+for m in sys.argv[1:]: importlib.import_module("multigrain." + m)
+assert state() == before, "importing a module changed global state"
+assert "matplotlib.pyplot" not in sys.modules, "a module loads pyplot on import"
+'''
     run(sys.executable, '-c', code, *MODULES)
 
 def test_public_names_have_a_docstring():

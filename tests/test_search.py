@@ -1,5 +1,5 @@
 "The index in real processes: killed at every step and while embedding, two writers, hostile files, grown or built."
-import json, os, shutil, signal, subprocess, sys, time, warnings
+import json, os, shutil, signal, subprocess, sys, time
 from pathlib import Path
 
 import numpy as np, pytest
