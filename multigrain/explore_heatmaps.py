@@ -291,6 +291,7 @@ def code(self:Explorer)->str:
 
 @patch
 def show_code(self:Explorer)->None:
+    "Show the code of what is on the screen."
     self.w.code.value, self.w.code.layout.display = self.code(), None
 
 @patch

@@ -35,7 +35,7 @@ def start(tmp_path, body, *arguments):
     "A script in a process of its own."
     head = f'import sys, time\nsys.path.insert(0, {str(ROOT/"tests")!r})\nfrom test_search import *\n'
     script, env = tmp_path/'script.py', os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
-    script.write_text(f'{head}warnings.simplefilter("ignore")\n{body}')
+    script.write_text(f'{head}import warnings\nwarnings.simplefilter("ignore")\n{body}')
     return subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdout=subprocess.PIPE,
                             stderr=subprocess.PIPE, text=True, env=env)
 
