@@ -7,7 +7,7 @@ __all__ = ['STYLE', 'HEADLINE', 'png', 'results_folder', 'write_result', 'result
            'write_page', 'claims_html', 'result_html', 'page', 'markdown_table', 'headline', 'html_page', 'check_data',
            'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_all', 'main']
 
-# %% ../nbs/62_page.ipynb #3e8311ec
+# %% ../nbs/62_page.ipynb #6a1de58d
 import base64, html, inspect, io, math, os, sys, time
 from pathlib import Path
 import torch
@@ -20,7 +20,7 @@ from .model import MultiGrain
 from .studies import (NOTEBOOKS, Study, arm_recipe, at_once, command, epochs_done, find_run, find_study,
                                 is_measured, notebooks, open_set, paper_values, relative, train_all, wanted_jobs)
 
-# %% ../nbs/62_page.ipynb #bab98e2c
+# %% ../nbs/62_page.ipynb #1ec84635
 def png(figure,     # matplotlib
         dpi:int=80  # dots per inch
        )->bytes:
@@ -34,7 +34,7 @@ def results_folder(study:str, # name
     "Where the results of a study are kept."
     return Path(out) if out else project_root()/'data/paper'/study
 
-# %% ../nbs/62_page.ipynb #a00018f7
+# %% ../nbs/62_page.ipynb #666fc8c3
 def write_result(name:str,     # of the notebook
                  study:Study,  # scale
                  claims=(),    # of `Claim`
@@ -55,7 +55,7 @@ def write_result(name:str,     # of the notebook
         table=shown, picture=picture, note=note, made=time.strftime('%Y-%m-%d %H:%M')))
     return folder/f'{name}.json'
 
-# %% ../nbs/62_page.ipynb #9c0c82a3
+# %% ../nbs/62_page.ipynb #90bfe588
 def results(study:str='mini', # name
             out=''            # as for `write_result`
            )->list:           # of dictionaries, in the order of the paper
@@ -78,7 +78,7 @@ def summary(study:str='mini', # name
     columns = ['where', 'claim', 'paper', 'here', '95 % interval', 'n', 'verdict']
     return pd.concat(rows, ignore_index=True)[columns] if rows else pd.DataFrame(columns=columns)
 
-# %% ../nbs/62_page.ipynb #e7b8577a
+# %% ../nbs/62_page.ipynb #62834cc9
 STYLE = '''
 body {font: 16px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222}
 table {border-collapse: collapse; font-size: 14px; margin: 1em 0; display: block; overflow-x: auto}
@@ -99,7 +99,7 @@ def write_page(file, title:str, body:str)->Path:
     write_file(file, f'<!doctype html><html lang="en">{head}<body>{body}</body></html>'.encode())
     return Path(file)
 
-# %% ../nbs/62_page.ipynb #d2678df5
+# %% ../nbs/62_page.ipynb #ffa04d6b
 def claims_html(claims:list # of `Claim`
                )->str:
     "A table of claims with coloured verdicts, and why some have none."
@@ -117,7 +117,7 @@ def result_html(result:dict, folder:Path)->str:
     return (f'<h2 id="{html.escape(result["name"])}">{title}</h2><p>{about}</p>'
             f'{claims_html(result_claims(result))}<p>{note}</p>{picture}{result["table"]}')
 
-# %% ../nbs/62_page.ipynb #e408cc84
+# %% ../nbs/62_page.ipynb #74c8663f
 _DRAWN = 'the embedded synthetic world: drawn images, short training, small networks. It shows that everything runs'
 
 def page(study:str='mini', # name
@@ -139,7 +139,7 @@ def page(study:str='mini', # name
     body = head + ''.join(result_html(o, folder) for o in found)
     return write_page(file or project_root()/'out'/name, f'MultiGrain, {study}', body)
 
-# %% ../nbs/62_page.ipynb #58345d8f
+# %% ../nbs/62_page.ipynb #ac3e2f4d
 HEADLINE = [('photographs', 'table_e1', 'there is a scale'), ('photographs', 'table_e1', 'the learned p* beats'),
             ('mini', 'figure_a2_a3', 'paired batches end'), ('tiny', 'table_2', 'RA improves top-1'),
             ('tiny', 'table_2', 'the margin loss improves top-1'), ('tiny', 'table_2', 'the middle s* with p*')]
@@ -158,7 +158,7 @@ def headline()->str: # Markdown
     why = why_outside(claims)
     return markdown_table(claim_table(claims)) + (f'\n\nOutside: {why}.' if why else '')
 
-# %% ../nbs/62_page.ipynb #1b081774
+# %% ../nbs/62_page.ipynb #047d8b70
 def html_page(file,       # to write
               title:str,  # of the page
               intro:str,  # one paragraph
@@ -174,7 +174,7 @@ def html_page(file,       # to write
     head = f'<h1>{html.escape(title)}</h1><p>{html.escape(intro)}</p>'
     return write_page(file, title, f'{head}{shown}<h2>{html.escape(end[0])}</h2><ul>{items}</ul>')
 
-# %% ../nbs/62_page.ipynb #fffd6130
+# %% ../nbs/62_page.ipynb #a37f1a07
 def check_data(study:Study)->list: # of sentences
     "What is missing of the data, all of it at once."
     if is_drawn(study.data): return []
@@ -190,7 +190,7 @@ def unreadable(study:Study)->list: # of sentences
         except ValueError as e: wrong.append(str(e))
     return wrong
 
-# %% ../nbs/62_page.ipynb #ba90701b
+# %% ../nbs/62_page.ipynb #ed838e10
 def throughput(study:Study, # scale
                steps:int=3  # the best of so many
               )->tuple:     # images per second, megabytes of a run
@@ -209,7 +209,7 @@ def throughput(study:Study, # scale
         best = min(best, time.perf_counter() - begun)
     return n/best, 3*4*sum(o.numel() for o in net.parameters())/1e6 # weights, state and its momentum
 
-# %% ../nbs/62_page.ipynb #07ad4bc9
+# %% ../nbs/62_page.ipynb #0648b0ac
 def plan(study:Study, # scale
          names=None   # notebooks; None: all of the study
         )->list:      # of sentences
@@ -228,7 +228,7 @@ def plan(study:Study, # scale
             f'measured here ({where}): {speed:,.0f} views/s of one {unit}, so {hours:,.1f} {unit} hours of training',
             f'disk: {len(left)*size/1e3:,.1f} GB of runs at {size:,.0f} MB each']
 
-# %% ../nbs/62_page.ipynb #ac6132ae
+# %% ../nbs/62_page.ipynb #7a282567
 def run_notebook(name:str, study:Study, folder:Path, out='')->None:
     "Execute one notebook of nbs/paper with papermill."
     import papermill
@@ -249,7 +249,7 @@ def train_needed(study:Study, # scale
             + '\n'.join(command(study, o.arm, o.seed) for o in jobs))
     if jobs: train_all(study, sorted(jobs, key=lambda o: o.seed), at_once())
 
-# %% ../nbs/62_page.ipynb #61cf6afb
+# %% ../nbs/62_page.ipynb #5ce9a04a
 def make_all(preset:str='mini', # study
              data:str='',       # to train on; that of the study if empty
              seeds:int=0,       # of each arm; as the study if 0
@@ -273,7 +273,7 @@ def make_all(preset:str='mini', # study
     for name in progress(chosen, 'tables and figures', unit='notebook'): run_notebook(name, study, folder, results)
     return page(preset, folder/'paper.html' if out else '', results)
 
-# %% ../nbs/62_page.ipynb #378ce9eb
+# %% ../nbs/62_page.ipynb #e1bb4d98
 def main(words:list|None=None # of the command line
         )->int:               # exit code
     "`python -m multigrain.page --preset mini`; an error is one sentence."
@@ -286,5 +286,5 @@ def main(words:list|None=None # of the command line
         print(f'{type(e).__name__}: {e}', file=sys.__stderr__)
         return 1
 
-# %% ../nbs/62_page.ipynb #fe8d8aca
+# %% ../nbs/62_page.ipynb #31b9e18d
 if __name__ == '__main__' and 'get_ipython' not in globals(): sys.exit(main())
