@@ -120,6 +120,19 @@ def test_studies_values_of_accuracy(smoke, net, s, square):
         assert rows['val top-1', p] == accuracy(logits, found.images.labels, [1])['top-1'].value
     assert {o[1] for o in rows} == set(map(float, range(1, 11)))
 
+@pytest.mark.parametrize('s,square', [(32, True), (48, False)])
+@pytest.mark.parametrize('name', ['val', 'copydays'])
+def test_studies_crop_only_at_the_training_resolution(smoke, net, monkeypatch, name, s, square):
+    "Scores of so few images could be equal by chance, so the protocol itself is looked at."
+    import multigrain.studies as studies
+    seen, real = [], studies.score_benchmark
+    def spy(*args, **more):
+        seen.extend(found := real(*args, **more))
+        return found
+    monkeypatch.setattr(studies, 'score_benchmark', spy)
+    measure_set(net, smoke, name, s, open_set(smoke, name), [1.])
+    assert seen and all(o.protocol['square'] == square and o.protocol['s'] == s for o in seen)
+
 def test_studies_values_of_retrieval(smoke, net):
     "Plain and whitened at the same exponent, the whitening from its own images."
     found = open_set(smoke, 'copydays')
