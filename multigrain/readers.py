@@ -323,19 +323,41 @@ def imagenette(root,                  # folder that holds imagenette2-160 (or -3
     name = f'Imagenette {size} {split}'
     return _class_set(name, folder, listing, None, incomplete, note, **kwargs)
 
+# %% ../nbs/13_readers.ipynb #a5b20c8d
+_CIFAR_FILES = dict(train=[f'data_batch_{i}.bin' for i in range(1, 6)], val=['test_batch.bin'])
+
+def _cifar_bytes(folder:Path, # cifar-10-batches-bin
+                 split:str    # 'train' or 'val'
+                )->tuple:     # pixels (n, 32, 32, 3), labels, names of the classes
+    "CIFAR-10 from its binary edition."
+    files = [folder/o for o in (*_CIFAR_FILES[split], 'batches.meta.txt')]
+    lost = [o.name for o in files if not o.exists()]
+    require(not lost, f'root={str(folder.parent)!r} lacks {first(lost)} in {folder.name}: '
+                      'unpack cifar-10-binary.tar.gz again')
+    rows = np.concatenate([np.fromfile(o, np.uint8) for o in files[:-1]])
+    whole = len(rows) == 3073*10_000*len(files[:-1])
+    require(whole, f'{folder} is damaged: its {split} files have {len(rows)} bytes')
+    labels, pixels = np.split(rows.reshape(-1, 3073), [1], axis=1)
+    pixels = pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(pixels), labels[:, 0].astype(int), files[-1].read_text().split()
+
 # %% ../nbs/13_readers.ipynb #a0594c0c
-def cifar10(root,               # folder that holds cifar-10-batches-py
+def cifar10(root,               # folder that holds cifar-10-batches-bin or cifar-10-batches-py
             split:str='train',  # 'train' or 'val' (the 10,000 test images)
             download:bool=False # fetch it, if it is not there?
            )->ImageSet:
     "CIFAR-10, with its pixels in memory."
     train = check_choice('split', split, ('train', 'val')) == 'train'
-    put = 'the folder cifar-10-batches-py, from cifar-10-python.tar.gz,'
-    data = _through_torchvision('CIFAR10', root, download, put, train=train)
-    n, *size = data.data.shape[:3]
+    if (folder := Path(root)/'cifar-10-batches-bin').is_dir():
+        pixels, labels, classes = _cifar_bytes(folder, split)
+    else:
+        put = 'the folder cifar-10-batches-py, from cifar-10-python.tar.gz,'
+        data = _through_torchvision('CIFAR10', root, download, put, train=train)
+        pixels, labels, classes = data.data, data.targets, data.classes
+    n, *size = pixels.shape[:3]
     return ImageSet(f'CIFAR-10 {split}', [f'cifar10/{split}/{i:05}' for i in range(n)],
-                    labels=data.targets, classes=list(data.classes), pixels=data.data,
-                    sizes=np.tile(size, (n, 1)), nbytes=np.full(n, data.data[0].nbytes))
+                    labels=labels, classes=list(classes), pixels=pixels,
+                    sizes=np.tile(size, (n, 1)), nbytes=np.full(n, pixels[0].nbytes))
 
 # %% ../nbs/13_readers.ipynb #2fefa84d
 @delegates(index_set)

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['STUDIES', 'ARMS', 'PS', 'NOTEBOOKS', 'LADDER', 'ASKS', 'TINY_ASKS', 'paper_values', 'Study', 'find_study', 'relative',
-           'arm_recipe', 'run_name', 'command', 'Row', 'Measured', 'open_set', 'measure_set', 'measure', 'Scored',
-           'find_run', 'epochs_done', 'take_gpu', 'train_one', 'Job', 'train_all', 'at_once', 'flat_sets',
-           'ensure_runs', 'p_star', 'score_of', 'values', 'Ask', 'asks', 'notebooks', 'wanted_jobs', 'is_measured']
+           'own_data', 'arm_recipe', 'run_name', 'command', 'Row', 'Measured', 'open_set', 'score_set', 'as_rows',
+           'measure_set', 'pack_bits', 'unpack_bits', 'right_bits', 'measure', 'Scored', 'find_run', 'epochs_done',
+           'take_gpu', 'train_one', 'Job', 'train_all', 'at_once', 'flat_sets', 'ensure_runs', 'p_star', 's_star',
+           'score_of', 'values', 'Ask', 'asks', 'notebooks', 'wanted_jobs', 'is_measured']
 
 # %% ../nbs/60_studies.ipynb #77b5c12a
-import json, os, shlex, time
+import base64, json, os, shlex, time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -19,7 +20,7 @@ import numpy as np, torch
 from .basics import check_choice, check_int, progress, project_root, read_json, require, write_json
 from .benchmark import score_benchmark
 from .catalog import open_benchmark
-from .datasets import is_drawn, training_sets, world_folder
+from .datasets import is_drawn, split_set, training_sets, world_folder
 from .launch import Machine, Place, train
 from .model import load
 from .readers import image_folder, in_aug
@@ -43,7 +44,7 @@ class Study:
     common:dict     # what all arms have in common, beyond the preset
     seeds:int       # of each arm
     s:tuple         # resolutions s*, that of the training first
-    data:str        # to train on, see `multigrain.datasets`
+    data:str        # to train on, see `multigrain.datasets`; {seed} stands for the number of the seed
     sets:tuple      # retrieval benchmarks there are
     per_class:int=2 # images of each class for IN-aug
 
@@ -91,13 +92,17 @@ def relative(data:str # name or folder of data
     path, root = Path(data), project_root()
     return str(path.relative_to(root)) if path.is_absolute() and path.is_relative_to(root) else data
 
+def own_data(study:Study, seed:int=0)->str:
+    "The data of a seed: that of the study, or its own share of a split."
+    return relative(study.data).replace('{seed}', str(seed))
+
 def arm_recipe(study:Study, # scale
                arm:str,     # one of `ARMS`
                seed:int     # from 0
               )->Recipe:
     "The recipe of one run."
     given = study.common | ARMS[check_choice('arm', arm, ARMS)]
-    return make_recipe(study.preset, **given | dict(data=relative(study.data), seed=seed))
+    return make_recipe(study.preset, **given | dict(data=own_data(study, seed), seed=seed))
 
 def run_name(study:Study, arm:str, seed:int)->str:
     "Folder of a run in the store."
@@ -106,7 +111,7 @@ def run_name(study:Study, arm:str, seed:int)->str:
 # %% ../nbs/60_studies.ipynb #d54ea36b
 def command(study:Study, arm:str, seed:int)->str:
     "What to type to train one run, from the folder of the project."
-    usual = asdict(make_recipe(study.preset, data=study.data))
+    usual = asdict(make_recipe(study.preset, data=own_data(study)))
     wanted = asdict(arm_recipe(study, arm, seed))
     differs = {k: v for k, v in wanted.items() if v != usual[k] or k in ('data', 'seed')}
     words = [f'--{k} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}' for k, v in differs.items()]
@@ -130,53 +135,112 @@ class Measured(NamedTuple):
 
 # %% ../nbs/60_studies.ipynb #5aaa1f27
 def open_set(study:Study, # scale
-             name:str     # val, in_aug, or a benchmark of the study
+             name:str,    # val, test, in_aug, or a benchmark of the study
+             data:str=''  # of the run; that of the first seed if empty
             )->Measured:
     "The images of one of the sets, and those to learn a whitening from."
-    learn, val = training_sets(study.data)
+    data = data or study.data.replace('{seed}', '0')
+    if name == 'test': return Measured(split_set(data, name))
+    if name == 'copies' and data.startswith('split:'):
+        return Measured(split_set(data, name), split_set(data, 'whiten'))
+    learn, val = training_sets(data)
     if name == 'val': return Measured(val)
     if name == 'in_aug': return Measured(in_aug(learn, study.per_class))
     if name == 'copies':
         some = np.random.default_rng(0).choice(len(learn), min(2000, len(learn)), replace=False)
         return Measured(val, learn.take(some, name='some training images'))
-    drawn = is_drawn(study.data)
-    folder = (world_folder(study.data) if drawn else Path(study.data))/'whiten'
-    images = open_benchmark(name, '' if drawn else study.data, study.data)
+    return _open_benchmark(name, data)
+
+def _open_benchmark(name:str, data:str)->Measured:
+    "A retrieval benchmark of the paper, and the images to learn a whitening from."
+    drawn = is_drawn(data)
+    folder = (world_folder(data) if drawn else Path(data))/'whiten'
+    images = open_benchmark(name, '' if drawn else data, data)
     return Measured(images, image_folder(folder, name='whiten'))
 
 # %% ../nbs/60_studies.ipynb #afa5ef1d
-def measure_set(net,            # in evaluation mode
-                study:Study,    # scale
-                name:str,       # of the set
-                s:int,          # resolution
-                found:Measured, # made by `open_set`
-                ps=PS,          # exponents
-                dims=None       # of the whitening, several; None: all dimensions
-               )->list:         # of `Row`
-    "Measure a network on one set at one resolution, for some exponents from one pass."
+_CLASSIFIED = 'val', 'test' # scored by accuracy
+
+def score_set(net,            # in evaluation mode
+              study:Study,    # scale
+              name:str,       # of the set
+              s:int,          # resolution
+              found:Measured, # made by `open_set`
+              ps=PS,          # exponents
+              dims=None       # of the whitening, several; None: all dimensions
+             )->list:         # of `Score`
+    "Score a network on one set at one resolution, for some exponents from one pass."
     few = found.whiten is not None and len(found.whiten) <= 2*net.dim
-    scores = score_benchmark(net, name, found.images, s, s == study.s[0], ps, whiten=found.whiten, dims=dims,
-                             shrinkage='oas' if few else None, progress=False)
-    return [Row(f'{name} {o.name}' if name == 'val' else name, s, o.protocol['p'],
+    protocol = 'val' if name in _CLASSIFIED else name
+    return score_benchmark(net, protocol, found.images, s, s == study.s[0], ps, whiten=found.whiten,
+                           dims=dims, shrinkage='oas' if few else None, progress=False)
+
+# %% ../nbs/60_studies.ipynb #a5a75763
+def as_rows(name:str,   # of the set
+            s:int,      # resolution
+            scores:list # of `Score`
+           )->list:     # of `Row`
+    "Scores as a record keeps them."
+    return [Row(f'{name} {o.name}' if name in _CLASSIFIED else name, s, o.protocol['p'],
                 o.protocol['whitening_dims'], o.value) for o in scores]
+
+def measure_set(net, study:Study, name:str, s:int, found:Measured, ps=PS, dims=None)->list: # of `Row`
+    "The rows of `score_set`."
+    return as_rows(name, s, score_set(net, study, name, s, found, ps, dims))
+
+# %% ../nbs/60_studies.ipynb #de26d59e
+def pack_bits(right # true or false for each image
+             )->str:
+    "One bit for each image, as text."
+    bits = np.asarray(right).astype(bool)
+    return f'{len(bits)}:' + base64.b64encode(np.packbits(bits).tobytes()).decode()
+
+def unpack_bits(text:str # from `pack_bits`
+               )->np.ndarray:
+    "The same, unpacked."
+    n, _, packed = text.partition(':')
+    return np.unpackbits(np.frombuffer(base64.b64decode(packed), np.uint8), count=int(n)).astype(bool)
+
+def right_bits(s:int,       # resolution
+               scores:list, # of `Score`, of a set that is classified
+               ps           # exponents to keep
+              )->dict:      # '<s> <p>' -> packed bits
+    "Which images were right."
+    return {f'{s} {p:g}': pack_bits(o.per_query) for o in scores
+            if o.name == 'top-1' and (p := o.protocol['p']) in ps}
 
 # %% ../nbs/60_studies.ipynb #dc604c06
 _opened = {} # sets of this process, read once
 
+def _open_once(study:Study, name:str, data:str)->Measured:
+    "A set that is opened once in this process."
+    key = study.name, data, name
+    if key not in _opened: _opened[key] = open_set(study, name, data)
+    return _opened[key]
+
+def _best_p(known:dict, s:int)->list: # of one exponent, or none
+    "The exponent that IN-aug chose, if it was measured."
+    rows = [Row(*o) for o in known.get(f'in_aug {s}', ())]
+    return [max(rows, key=lambda o: (o.value, -o.p)).p] if rows else []
+
 def measure(run:Run,     # complete
             study:Study, # scale
-            sets         # val, in_aug, and benchmarks of the study
+            sets         # val, test, in_aug, and benchmarks of the study
            )->list:      # of `Row`
     "Scores of a run, from its folder or measured now and kept there."
-    file = run.folder/'scores.json'
+    file, bits = run.folder/'scores.json', run.folder/'right.json'
     known = read_json(file) if file.exists() else {}
     missing = [(name, s) for name in sets for s in study.s if f'{name} {s}' not in known]
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
     net = load(run.folder/'model').eval().to(device) if missing else None
+    own = run.parameters['data']
+    data = own if own.startswith('split:') else study.data
     for name, s in missing:
-        key = study.name, study.data, name
-        if key not in _opened: _opened[key] = open_set(study, name)
-        known[f'{name} {s}'] = [list(o) for o in measure_set(net, study, name, s, _opened[key])]
+        scores = score_set(net, study, name, s, _open_once(study, name, data))
+        if name == 'test':
+            right = right_bits(s, scores, {1., 3., *_best_p(known, s)})
+            write_json(bits, (read_json(bits) if bits.exists() else {}) | right)
+        known[f'{name} {s}'] = [list(o) for o in as_rows(name, s, scores)]
         write_json(file, known)
     return [Row(*o) for name in sets for s in study.s for o in known[f'{name} {s}']]
 
@@ -247,7 +311,7 @@ def train_all(study:Study, # scale
     "Train and measure, several runs at once."
     from multigrain.studies import take_gpu, train_one # from the module: cells cannot be sent to a process
     total = sum(arm_recipe(study, o.arm, o.seed).epochs + 1 for o in jobs) # measuring counts as an epoch
-    training_sets(study.data) # drawn or refused once, not by each process
+    for seed in {o.seed for o in jobs}: training_sets(own_data(study, seed)) # drawn or refused once
     context = get_context('spawn')
     numbers = context.SimpleQueue()
     for i in range(processes): numbers.put(i)
@@ -294,6 +358,14 @@ def p_star(scored:Scored, # with the scores of in_aug
     require(best, f's={s} has no scores of in_aug: ask for sets=("in_aug", ...) in ensure_runs')
     return max(sorted(best), key=best.get)
 
+# %% ../nbs/60_studies.ipynb #24b9a03b
+def s_star(scored:Scored # with the scores of in_aug and val
+          )->int:
+    "The resolution that validation images choose, each with its own p*; the smallest of equals."
+    known = sorted({o.s for o in scored.rows if o.set == 'in_aug'})
+    require(known, 'there are no scores of in_aug: ask for sets=("in_aug", "val", ...) in ensure_runs')
+    return max(known, key=lambda s: score_of(scored, 'val top-1', s, p_star(scored, s)))
+
 # %% ../nbs/60_studies.ipynb #6c21bb2d
 def score_of(scored:Scored, set:str, s:int, p:float, whiten:bool=False)->float:
     "One score of a run."
@@ -303,13 +375,16 @@ def score_of(scored:Scored, set:str, s:int, p:float, whiten:bool=False)->float:
 
 def values(runs:list,        # of `Scored`, one for each seed
            set:str,          # val top-1, in_aug, holidays, ...
-           s:int,            # resolution
+           s,                # resolution; 'star': chosen on val
            p=None,           # exponent; None: that of the training, 'star': chosen on IN-aug
            whiten:bool=False # with whitening?
           )->np.ndarray:     # one for each seed
     "A score of an arm, seed by seed."
-    def exponent(o): return p_star(o, s) if p == 'star' else float(p or o.run.parameters['p'])
-    return np.array([score_of(o, set, s, exponent(o), whiten) for o in runs])
+    def one(o):
+        at = s_star(o) if s == 'star' else s
+        exponent = p_star(o, at) if p == 'star' else float(p or o.run.parameters['p'])
+        return score_of(o, set, at, exponent, whiten)
+    return np.array([one(o) for o in runs])
 
 # %% ../nbs/60_studies.ipynb #63134728
 NOTEBOOKS = ['table_2', 'table_p_star', 'table_3', 'table_e1', 'table_b1_c1', 'figure_3', 'figure_4', 'figure_5',
