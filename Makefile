@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 EXTRAS ?= dev,lite0,timm,docs
 OUT    ?= out
-PRESET ?= mini
+STUDY  ?= $(PRESET)
 TO     ?= .
 PORT   ?= 8866
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -32,9 +32,9 @@ demo: $(READY)  ## the whole story in five minutes, on one page: out/demo.html
 	papermill nbs/demo.ipynb $(OUT)/demo.ipynb -p lam 0.5 --no-progress-bar
 	@echo "Open $(OUT)/demo.html: the page; $(OUT)/demo.ipynb: the notebook behind it; runs/: the run"
 
-paper: $(READY)  ## every table and figure of the paper (PRESET=paper DATA=/folder for GPUs): out/paper.html
-	OMP_NUM_THREADS=1 $(BIN)/python -m multigrain.page --preset $(PRESET) $(if $(DATA),--data $(DATA)) \
-	  $(if $(SEEDS),--seeds $(SEEDS)) $(if $(DRY),--dry true)
+paper: $(READY)  ## tables, figures and verdicts from records: out/paper.html; STUDY=mini TRAIN=1: an hour from nothing
+	OMP_NUM_THREADS=1 $(BIN)/python -m multigrain.page $(if $(STUDY),--preset $(STUDY)) $(if $(DATA),--data $(DATA)) \
+	  $(if $(SEEDS),--seeds $(SEEDS)) $(if $(TRAIN)$(filter paper,$(STUDY)),--train true) $(if $(DRY),--dry true)
 
 test: $(READY)  ## everything is checked; T=tests/test_x.py or T=nbs/01_gem.ipynb for one file, FAST=1 without slow tests
 ifneq ($(filter %.ipynb,$(T)),)

@@ -4,8 +4,9 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'HEADLINE', 'png', 'results_folder', 'write_result', 'results', 'result_claims', 'summary', 'image_tag',
-           'write_page', 'claims_html', 'result_html', 'page', 'markdown_table', 'headline', 'html_page', 'check_data',
-           'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_all', 'main']
+           'write_page', 'claims_html', 'result_html', 'study_html', 'page', 'markdown_table', 'headline', 'html_page',
+           'check_data', 'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_study',
+           'with_records', 'from_records', 'make_all', 'main']
 
 # %% ../nbs/62_page.ipynb #6a1de58d
 import base64, html, inspect, io, math, os, sys, time
@@ -17,7 +18,7 @@ from .datasets import is_drawn
 from .launch import parse_pairs
 from .loss import JointLoss
 from .model import MultiGrain
-from .studies import (NOTEBOOKS, Study, arm_recipe, at_once, command, epochs_done, find_run, find_study,
+from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done, find_run, find_study,
                                 is_measured, notebooks, open_set, paper_values, relative, train_all, wanted_jobs)
 
 # %% ../nbs/62_page.ipynb #1ec84635
@@ -61,12 +62,12 @@ def results(study:str='mini', # name
            )->list:           # of dictionaries, in the order of the paper
     "What the notebooks have left behind."
     folder = results_folder(study, out)
-    return [read_json(folder/f'{o}.json') for o in NOTEBOOKS if (folder/f'{o}.json').exists()]
+    return [read_json(folder/f'{o}.json') for o in ['claims', *NOTEBOOKS] if (folder/f'{o}.json').exists()]
 
 def result_claims(result:dict # one of `results`
                  )->list:     # of `Claim`
     "The claims of a result."
-    return [Claim(**o) for o in result['claims']]
+    return [Claim(**o | dict(images=tuple(o.get('images', ())))) for o in result['claims']]
 
 def summary(study:str='mini', # name
             out=''            # as for `results`
@@ -120,24 +121,29 @@ def result_html(result:dict, folder:Path)->str:
 # %% ../nbs/62_page.ipynb #74c8663f
 _DRAWN = 'the embedded synthetic world: drawn images, short training, small networks. It shows that everything runs'
 
-def page(study:str='mini', # name
-         file='',          # to write; out/paper.html of the project if empty (paper-<study>.html if not mini)
-         out=''            # as for `results`
-        )->Path:
-    "One page with every table and figure, its verdicts and its picture."
-    name = 'paper.html' if study == 'mini' else f'paper-{study}.html'
+def study_html(study:str, # name
+               out=''     # as for `results`
+              )->str:
+    "All results of a study, with its verdicts counted."
     folder, found = results_folder(study, out), results(study, out)
-    require(found, f'{folder} holds no results: run make paper first')
+    require(found, f'{folder} holds no results: run make paper STUDY={study} TRAIN=1 first')
     counts = summary(study, out).verdict.value_counts().to_dict()
     data = _DRAWN if is_drawn(found[0]['data']) else found[0]['data']
-    items = ''.join(f'<li><a href="#{html.escape(o["name"])}">{html.escape(o["title"])}</a> '
+    items = ''.join(f'<li><a href="#{html.escape(study + o["name"])}">{html.escape(o["title"])}</a> '
                     f'({html.escape(o["reference"].split(",")[0])})</li>' for o in found)
-    verdicts = ', '.join(f'{n} {k}' for k, n in counts.items())
-    head = (f'<h1>MultiGrain: every table and figure</h1><p>Study <b>{html.escape(study)}</b>, '
-            f'up to {found[0]["seeds"]} seeds an arm, on {html.escape(data)}. '
+    verdicts = ', '.join(f'{n} {k}' for k, n in counts.items()) or 'none'
+    head = (f'<h1>{html.escape(study)}</h1><p>Up to {found[0]["seeds"]} seeds an arm, on {html.escape(data)}. '
             f'Verdicts: {verdicts}.</p><ol>{items}</ol>')
-    body = head + ''.join(result_html(o, folder) for o in found)
-    return write_page(file or project_root()/'out'/name, f'MultiGrain, {study}', body)
+    return head + ''.join(f'<div id="{html.escape(study + o["name"])}">{result_html(o, folder)}</div>' for o in found)
+
+def page(studies='mini', # name of a study, or several
+         file='',        # to write; out/paper.html of the project if empty
+         out=''          # as for `results`
+        )->Path:
+    "One page with every table and figure, its verdicts and its picture."
+    studies = [studies] if isinstance(studies, str) else list(studies)
+    body = '<p>MultiGrain: every table and figure, study by study.</p>' + ''.join(study_html(o, out) for o in studies)
+    return write_page(file or project_root()/'out/paper.html', f'MultiGrain: {", ".join(studies)}', body)
 
 # %% ../nbs/62_page.ipynb #ac3e2f4d
 HEADLINE = [('photographs', 'table_e1', 'there is a scale'), ('photographs', 'table_e1', 'the learned p* beats'),
@@ -178,6 +184,7 @@ def html_page(file,       # to write
 def check_data(study:Study)->list: # of sentences
     "What is missing of the data, all of it at once."
     if is_drawn(study.data): return []
+    if study.data.startswith('split:'): return unreadable(study)
     parts = ['train', 'val'] + ([*study.sets, 'distractors', 'whiten'] if 'holidays' in study.sets else [])
     missing = [f'data={study.data}: there is no folder {o}' for o in parts if not (Path(study.data)/o).is_dir()]
     return missing or unreadable(study)
@@ -187,7 +194,7 @@ def unreadable(study:Study)->list: # of sentences
     wrong = []
     for name in ('val', *(o for o in study.sets if o != 'copies')):
         try: open_set(study, name)
-        except ValueError as e: wrong.append(str(e))
+        except (ValueError, OSError) as e: wrong.append(str(e))
     return wrong
 
 # %% ../nbs/62_page.ipynb #ed838e10
@@ -232,7 +239,8 @@ def plan(study:Study, # scale
 def run_notebook(name:str, study:Study, folder:Path, out='')->None:
     "Execute one notebook of nbs/paper with papermill."
     import papermill
-    source, root = project_root()/'nbs/paper'/f'{name}.ipynb', project_root()
+    root = project_root()
+    source = next(o for o in (root/'nbs/paper'/f'{name}.ipynb', root/'nbs/studies'/f'{name}.ipynb') if o.exists())
     data = '' if is_drawn(study.data) else relative(study.data)
     given = dict(preset=study.name, data=data, seeds=study.seeds, out=str(out))
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,28 +258,52 @@ def train_needed(study:Study, # scale
     if jobs: train_all(study, sorted(jobs, key=lambda o: o.seed), at_once())
 
 # %% ../nbs/62_page.ipynb #5ce9a04a
-def make_all(preset:str='mini', # study
+def make_study(study:Study, # scale
+               names:list,  # of notebooks
+               train:bool,  # what is missing?
+               out:str='',  # of the executed notebooks; out/paper/<study> if empty
+               results:str='' # of claims, tables and pictures; data/paper/<study> if empty
+              )->None:
+    "Train what is missing, then every notebook of a study."
+    train_needed(study, names, train)
+    folder = Path(out) if out else project_root()/'out/paper'/study.name
+    for name in progress(names, f'{study.name}: tables and figures', unit='notebook'):
+        run_notebook(name, study, folder, results)
+
+def with_records()->list: # names of studies
+    "Studies whose runs are all in the store, or recorded in the project: they need no data and no training."
+    known = [find_study(o) for o in STUDIES if o not in ('smoke', 'paper')]
+    return [o.name for o in known if all(is_measured(o, job) for job in wanted_jobs(o, notebooks(o)))]
+
+def from_records(out:str='', results:str='')->Path: # the page
+    "Every table, figure and verdict that can be made without training, and one page with all results there are."
+    for o in with_records(): make_study(find_study(o), notebooks(find_study(o)), False, out, results)
+    there = [o for o in ('claims', 'cifar', 'photographs', 'tiny', 'mini') if any(results_folder(o).glob('*.json'))]
+    return page(there)
+
+# %% ../nbs/62_page.ipynb #492b5f4c
+def make_all(preset:str='',     # study; empty: all that can be made from records
              data:str='',       # to train on; that of the study if empty
              seeds:int=0,       # of each arm; as the study if 0
              names:str='',      # notebooks, with commas; all of the study if empty
-             train:bool=True,   # what is missing?
+             train:bool=False,  # what is missing?
              dry:bool=False,    # only say what would be done?
              out:str='',        # of the executed notebooks; out/paper/<study> if empty
              results:str=''     # of claims, tables and pictures; data/paper/<study> if empty
             )->Path|None:       # the page
     "Every table and figure of a study, and the page with all of them."
+    if not preset: return from_records()
     study = find_study(preset, data, seeds)
     wanted = [check_choice('names', o, notebooks(study)) for o in names.split(',') if o]
     chosen = [o for o in notebooks(study) if not wanted or o in wanted]
-    require(not (wrong := check_data(study)), '; '.join(wrong))
-    for o in plan(study, chosen): print(o, flush=True)
+    if train or dry:
+        require(not (wrong := check_data(study)), '; '.join(wrong))
+        for o in plan(study, chosen): print(o, flush=True)
     if dry: return None
     require(preset != 'paper' or torch.cuda.is_available(), "preset='paper' is made for GPUs and there is none here; "
             "dry=True shows the plan, preset='mini' runs on two cores")
-    train_needed(study, chosen, train)
-    folder = Path(out) if out else project_root()/'out/paper'/preset
-    for name in progress(chosen, 'tables and figures', unit='notebook'): run_notebook(name, study, folder, results)
-    return page(preset, folder/'paper.html' if out else '', results)
+    make_study(study, chosen, train, out, results)
+    return page(preset, Path(out)/'paper.html' if out else '', results)
 
 # %% ../nbs/62_page.ipynb #e1bb4d98
 def main(words:list|None=None # of the command line
