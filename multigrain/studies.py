@@ -6,8 +6,9 @@
 __all__ = ['STUDIES', 'ARMS', 'PS', 'NOTEBOOKS', 'LADDER', 'ASKS', 'STUDY_ASKS', 'paper_values', 'Study', 'find_study',
            'relative', 'own_data', 'arm_recipe', 'run_name', 'command', 'Row', 'Measured', 'open_set', 'score_set',
            'as_rows', 'measure_set', 'pack_bits', 'unpack_bits', 'right_bits', 'measure', 'Scored', 'find_run',
-           'epochs_done', 'take_gpu', 'train_one', 'Job', 'train_all', 'at_once', 'flat_sets', 'ensure_runs', 'p_star',
-           's_star', 'score_of', 'values', 'Ask', 'asks', 'notebooks', 'wanted_jobs', 'is_measured']
+           'epochs_done', 'take_gpu', 'keep_record', 'train_one', 'Job', 'train_all', 'at_once', 'flat_sets',
+           'ensure_runs', 'p_star', 's_star', 'score_of', 'values', 'Ask', 'asks', 'notebooks', 'wanted_jobs',
+           'is_measured']
 
 # %% ../nbs/60_studies.ipynb #77b5c12a
 import base64, json, os, shlex, time
@@ -17,7 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 import numpy as np, torch
-from .basics import check_choice, check_int, progress, project_root, read_json, require, write_json
+from .basics import (check_choice, check_int, progress, project_root, read_json, require,
+                               write_file, write_json)
 from .benchmark import score_benchmark
 from .catalog import open_benchmark
 from .datasets import is_drawn, split_set, training_sets, world_folder
@@ -47,6 +49,7 @@ class Study:
     data:str        # to train on, see `multigrain.datasets`; {seed} stands for the number of the seed
     sets:tuple      # retrieval benchmarks there are
     per_class:int=2 # images of each class for IN-aug
+    records:bool=False # are the records of its runs kept in the project?
 
 # %% ../nbs/60_studies.ipynb #a1a58a7c
 _MINI = dict(trunk='mini', m=2, min_crop=.5, resolution=32, batch_size=32, iterations=100, epochs=36,
@@ -59,9 +62,9 @@ _BENCHMARKS = 'holidays', 'ukbench', 'copydays'
 STUDIES = {o.name: o for o in (
     Study('smoke', 'smoke', dict(m=2), 2, (32, 48), 'smoke', _BENCHMARKS),
     Study('mini', 'mini', _MINI, 3, (32, 48, 64), 'world', _BENCHMARKS, 10),
-    Study('tiny', 'mini', _TINY, 3, (32, 48, 64), 'data/tiny_imagenet100', ('copies',), 5),
-    Study('claims', 'mini', _CLAIMS, 8, (32, 48, 64), 'split:data/splits/tiny80.json#{seed}', ('copies',), 5),
-    Study('cifar', 'mini', _CLAIMS, 6, (32,), 'split:data/splits/cifar10.json#{seed}', (), 5),
+    Study('tiny', 'mini', _TINY, 3, (32, 48, 64), 'data/tiny_imagenet100', ('copies',), 5, True),
+    Study('claims', 'mini', _CLAIMS, 8, (32, 48, 64), 'split:data/splits/tiny80.json#{seed}', ('copies',), 5, True),
+    Study('cifar', 'mini', _CLAIMS, 6, (32,), 'split:data/splits/cifar10.json#{seed}', (), 5, True),
     Study('paper', 'paper', {}, 1, (224, 500, 800), '', _BENCHMARKS))}
 
 # %% ../nbs/60_studies.ipynb #ca34fb1b
@@ -181,7 +184,7 @@ def score_set(net,            # in evaluation mode
     return score_benchmark(net, protocol, found.images, s, s == study.s[0], ps, whiten=found.whiten,
                            dims=dims, shrinkage='oas' if few else None, progress=False)
 
-# %% ../nbs/60_studies.ipynb #a4ea9222
+# %% ../nbs/60_studies.ipynb #a5a75763
 def as_rows(name:str,   # of the set
             s:int,      # resolution
             scores:list # of `Score`
@@ -194,7 +197,7 @@ def measure_set(net, study:Study, name:str, s:int, found:Measured, ps=PS, dims=N
     "The rows of `score_set`."
     return as_rows(name, s, score_set(net, study, name, s, found, ps, dims))
 
-# %% ../nbs/60_studies.ipynb #8f4eccca
+# %% ../nbs/60_studies.ipynb #de26d59e
 def pack_bits(right # true or false for each image
              )->str:
     "One bit for each image, as text."
@@ -279,6 +282,17 @@ def take_gpu(numbers # queue of the numbers of GPUs that are free
     i = numbers.get()
     os.environ['CUDA_VISIBLE_DEVICES'] = seen[i] if i < len(seen) and seen[i] else str(i)
 
+_KEPT = 'run.json', 'metrics.jsonl', 'scores.json', 'right.json' # of a run, in a record
+
+def keep_record(run:Run, # complete and measured
+                root=None # store of records; data/paper/store if not given
+               )->Path:   # folder of the record
+    "Copy what tables are made from, without weights and states."
+    place = Path(root or project_root()/'data/paper/store')/run.folder.name
+    for o in _KEPT:
+        if (run.folder/o).exists(): write_file(place/o, (run.folder/o).read_bytes())
+    return place
+
 def train_one(study:dict, # fields of a `Study`: plain values travel between processes
               arm:str, seed:int, sets)->None:
     "Train and measure one run, in a process of its own."
@@ -288,6 +302,7 @@ def train_one(study:dict, # fields of a `Study`: plain values travel between pro
     os.chdir(project_root()) # data is given from there
     run = train(arm_recipe(study, arm, seed), Place(name=study.name), Machine(progress=False, **alone))
     measure(run, study, sets)
+    if study.records: keep_record(run)
 
 # %% ../nbs/60_studies.ipynb #d99ef61b
 class Job(NamedTuple):
@@ -364,7 +379,7 @@ def p_star(scored:Scored, # with the scores of in_aug
     require(best, f's={s} has no scores of in_aug: ask for sets=("in_aug", ...) in ensure_runs')
     return max(sorted(best), key=best.get)
 
-# %% ../nbs/60_studies.ipynb #7cf65ecc
+# %% ../nbs/60_studies.ipynb #24b9a03b
 def s_star(scored:Scored # with the scores of in_aug and val
           )->int:
     "The resolution that validation images choose, each with its own p*; the smallest of equals."

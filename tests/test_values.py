@@ -3,12 +3,13 @@ import dataclasses, json, math
 from pathlib import Path
 
 import numpy as np, pytest, torch
-from multigrain.datasets import training_sets, world_folder
+from multigrain.claims import registered, rule_arms, rules
+from multigrain.datasets import read_split, split_names, training_sets, world_folder
 from multigrain.embed import embed
 from multigrain.evaluate import accuracy, copydays_map
 from multigrain.model import MultiGrain
 from multigrain.recipe import PRESETS, Recipe, make_recipe
-from multigrain.studies import ARMS, STUDIES, arm_recipe, find_study, measure_set, open_set
+from multigrain.studies import ARMS, STUDIES, arm_recipe, asks, find_study, measure_set, open_set
 from multigrain.whiten import Whitening
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,3 +187,34 @@ def test_claims_conditions_of_the_paper_hold_for_the_paper():
         assert o.get('least', -math.inf) <= o['paper'] <= o.get('most', math.inf), name
     assert {o for names in known['kinds'].values() for o in names} <= set(known['conditions'])
     assert set(ARMS) >= {'uniform p=1', 'RA p=1', 'MultiGrain p=1', 'MultiGrain p=3'}
+
+# -- the splits of the registered studies ---------------------------------------------------------
+
+PILOT = set('n01784675 n02085620 n02129165 n02480495 n02788148 n02793495 n02815834 n02843684 n03026506 n03201208 '
+            'n03388043 n03424325 n03804744 n03837869 n03902125 n03937543 n04251144 n04371430 n07875152 n09193705'.split())
+
+@pytest.mark.parametrize('name,test', [('tiny80', 10_400), ('cifar10', 10_000)])
+def test_studies_splits_are_apart(name, test):
+    "No image that judges, or that chooses, is ever trained on; every seed has training images of its own."
+    split = read_split(f'data/splits/{name}.json')
+    def flat(part): return [o for some in split.parts[part].values() for o in some]
+    pool, val, judges = map(flat, ('pool', 'val', 'test'))
+    assert len(judges) == len(set(judges)) == test
+    assert not set(pool) & set(val) and not set(pool) & set(judges) and not set(val) & set(judges)
+    shares = [{o for some in split_names(split, 'train', k).values() for o in some} for k in range(split.seeds)]
+    assert all(o <= set(pool) and len(o) == split.per_class*len(split.parts['pool']) for o in shares)
+    assert len({tuple(sorted(o)) for o in shares}) == split.seeds
+    assert list(split.parts['pool']) == list(split.parts['val']) == list(split.parts['test']) # the same labels
+
+def test_studies_split_leaves_the_pilots_alone():
+    split = read_split('data/splits/tiny80.json')
+    assert set(split.parts['whiten']) == PILOT and not PILOT & set(split.parts['pool'])
+    for c, some in split.parts['copies'].items(): assert set(some) <= set(split.parts['test'][c])
+    assert 10*96 <= sum(map(len, split.parts['whiten'].values())) # ten images for each dimension
+
+def test_claims_are_registered_with_their_arms():
+    "Arms and seeds of a study are those that were registered, and all rules can be read."
+    for name, o in registered()['studies'].items():
+        study = find_study(name)
+        assert study.seeds == o['seeds'] and asks(study, 'claims').arms == o['arms'] and rule_arms(rules(name))
+        assert set(rule_arms(rules(name))) <= set(o['arms'])
