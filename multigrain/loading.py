@@ -22,7 +22,8 @@ from .image import BadImage
 from .sampler import RABatchSampler
 from .sets import ImageSet
 from .transforms import FULL, IMAGENET_MEAN, IMAGENET_STD, Augmentation, TrainTransform
-from .transforms import finish_views, normalize, target_size, test_transform, train_transform
+from .transforms import finish_views, normalize, target_size
+from .transforms import test_transform, train_transform
 
 # %% ../nbs/18_loading.ipynb #63edf565
 class Batch(NamedTuple):
@@ -41,7 +42,7 @@ def _file(images:ImageSet, row:int):
 # %% ../nbs/18_loading.ipynb #e51e2c7c
 def make_batch(images:ImageSet, # paths and labels
                load,            # row -> uint8 image (3, h, w)
-               view,            # (image, epoch, row, repetition) -> uint8 view, or what `finish` wants
+               view,            # (image, epoch, row, repetition) -> uint8 view, or for `finish`
                epoch:int,       # of the key
                keys:list,       # (row, repetition) of every view, those of one image side by side
                finish=default_collate # list of what `view` made -> uint8, (B, 3, h, w)
@@ -204,7 +205,7 @@ class _Steps:
     def __iter__(self): return zip(repeat(self.sampler.epoch), self.sampler)
 
 def _cut(image, epoch, row, repetition, transform:TrainTransform, seed, numbers=None)->tuple:
-    "One view before its colours: a function of its four numbers. An image's is its row, if not given."
+    "One view before its colours, by four numbers; that of an image is its row, or as given."
     number = row if numbers is None else numbers[row]
     return transform.cut(image, (seed, epoch, number, repetition))
 

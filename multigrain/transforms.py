@@ -301,7 +301,7 @@ def colour(image:Tensor,        # uint8, (3, h, w)
     x.add_(shift).clamp_(0, 255)
     return torch.from_numpy(x.numpy().astype(np.uint8)) # several times faster than PyTorch's own
 
-# %% ../nbs/11_transforms.ipynb #b98364a3
+# %% ../nbs/11_transforms.ipynb #4f88c50c
 def _column(numbers:list # one for each view
            )->Tensor:    # float, (n, 1, 1, 1)
     "A number for each view of a block."
@@ -319,7 +319,7 @@ def _stepwise_block(x:Tensor,    # float, (n, 3, h, w), whole numbers 0..255; ch
         o = grey.mul_(saturation).add_(mean.add_(.5).floor_().float().mul_(contrast))
         x.sub_(o).mul_(_column(factors)).add_(o).clamp_(0, 255).floor_()
 
-# %% ../nbs/11_transforms.ipynb #7da30378
+# %% ../nbs/11_transforms.ipynb #9dc39ac0
 def _fused_block(x:Tensor,    # float, (n, 3, h, w); changed in place
                  jitters:list # as drawn by `draw_jitter`, one for each view
                 )->list:      # of each view, what is left to add
@@ -415,7 +415,7 @@ def draw_view(rng:np.random.Generator, # see `view_rng`
     if augmentation == 'AA': return View(crop, flip, policy=draw_policy(rng))
     return View(crop, flip, draw_jitter(rng, params), draw_lighting(rng, params))
 
-# %% ../nbs/11_transforms.ipynb #0bc9cecd
+# %% ../nbs/11_transforms.ipynb #0c5e8892
 class _Own(threading.local):
     "A generator for each thread, and its state before the first draw."
     def __init__(self): self.rng = view_rng(0, 0, 0, 0); self.state = self.rng.bit_generator.state
@@ -458,7 +458,7 @@ def apply_view(image,           # uint8 tensor (3, h, w), or a PIL image
     if view.jitter or any(view.alpha): x = colour(x, view.jitter, view.alpha, exact)
     return apply_policy(x, view.policy)
 
-# %% ../nbs/11_transforms.ipynb #a05eeec8
+# %% ../nbs/11_transforms.ipynb #8fcbe258
 _BLOCK = 2**18 # numbers in a block
 
 def finish_views(batch:Tensor,   # uint8, (B, 3, s, s), cut by `cut_view`; changed in place
