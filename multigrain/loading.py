@@ -21,8 +21,9 @@ from .basics import check_choice, check_int, check_type, progress, require
 from .image import BadImage
 from .sampler import RABatchSampler
 from .sets import ImageSet
-from .transforms import FULL, IMAGENET_MEAN, IMAGENET_STD, Augmentation, normalize
-from .transforms import target_size, test_transform, train_transform, view_rng
+from .transforms import FULL, IMAGENET_MEAN, IMAGENET_STD, Augmentation, TrainTransform
+from .transforms import finish_views, normalize, target_size
+from .transforms import test_transform, train_transform
 
 # %% ../nbs/18_loading.ipynb #63edf565
 class Batch(NamedTuple):
@@ -41,9 +42,10 @@ def _file(images:ImageSet, row:int):
 # %% ../nbs/18_loading.ipynb #e51e2c7c
 def make_batch(images:ImageSet, # paths and labels
                load,            # row -> uint8 image (3, h, w)
-               view,            # (image, epoch, row, repetition) -> uint8 view
+               view,            # (image, epoch, row, repetition) -> uint8 view, or for `finish`
                epoch:int,       # of the key
-               keys:list        # (row, repetition) of every view, those of one image side by side
+               keys:list,       # (row, repetition) of every view, those of one image side by side
+               finish=default_collate # list of what `view` made -> uint8, (B, 3, h, w)
               )->Batch:
     "Decode each image once, make all its views; list those that cannot be read."
     views, kept, skipped = [], [], {}
@@ -57,7 +59,7 @@ def make_batch(images:ImageSet, # paths and labels
     rows, repetitions = torch.tensor(kept, dtype=torch.int64).view(-1, 2).unbind(1)
     labels = torch.as_tensor(images.labels[rows.numpy()], dtype=torch.int64)
     nothing = torch.empty(0, 3, 0, 0, dtype=torch.uint8)
-    image = default_collate(views) if views else nothing # in a worker: straight into shared memory
+    image = finish(views) if views else nothing # in a worker: collated straight into shared memory
     return Batch(image, labels, rows, repetitions, skipped)
 
 # %% ../nbs/18_loading.ipynb #1e668f2c
@@ -67,7 +69,9 @@ class _Batches(Dataset):
     images:ImageSet # what is loaded
     view:object     # see `make_batch`
     source:object   # has `load`: the set itself, or its decoded images
-    def __getitem__(self, key): return make_batch(self.images, self.source.load, self.view, *key)
+    finish:object=default_collate # see `make_batch`
+    def __getitem__(self, key):
+        return make_batch(self.images, self.source.load, self.view, *key, self.finish)
 
 def _data_loader(batches:_Batches,
                  steps,               # iterable of keys, one for each batch
@@ -108,10 +112,11 @@ class Loader:
                  source=None,       # has `load`; the set itself if not given
                  bad:str='raise',   # an image that cannot be read: 'raise' or 'skip'
                  workers:int=0,     # processes that make batches, 0: this one
-                 pin_memory:bool|None=None): # None: where there is a GPU
+                 pin_memory:bool|None=None, # None: where there is a GPU
+                 finish=default_collate):   # see `make_batch`
         check_choice('bad', bad, ('raise', 'skip')); check_int('workers', workers)
         self.images, self.steps, self.bad, self.skipped = images, steps, bad, {}
-        batches = _Batches(images, view, source or images)
+        batches = _Batches(images, view, source or images, finish)
         self.batches = _data_loader(batches, steps, workers, pin_memory)
     def __len__(self): return len(self.steps)
     def __iter__(self):
@@ -199,9 +204,15 @@ class _Steps:
     def __len__(self): return len(self.sampler)
     def __iter__(self): return zip(repeat(self.sampler.epoch), self.sampler)
 
-def _augmented(image, epoch, row, repetition, transform, seed)->Tensor:
-    "One augmented view: a function of its four numbers."
-    return transform(image, view_rng(seed, epoch, row, repetition))
+def _cut(image, epoch, row, repetition, transform:TrainTransform, seed, numbers=None)->tuple:
+    "One view before its colours, by four numbers; that of an image is its row, or as given."
+    number = row if numbers is None else numbers[row]
+    return transform.cut(image, (seed, epoch, number, repetition))
+
+def _coloured(made:list, exact:bool)->Tensor:
+    "All views of a batch, coloured together in the memory that they were collated into."
+    views, cuts = zip(*made)
+    return finish_views(default_collate(list(cuts)), views, exact)
 
 # %% ../nbs/18_loading.ipynb #6d17849f
 def _check_set(images)->ImageSet:
@@ -243,9 +254,10 @@ def train_loader(images:ImageSet,          # training set
     "Batches of repeated augmentation: each image decoded once, m views of it."
     n = len(_check_set(images))
     steps = _Steps(RABatchSampler(n, batch_size, m, iterations, seed, rank, world_size))
-    view = partial(_augmented, seed=seed, transform=train_transform(augmentation, s, exact, params))
+    view = partial(_cut, seed=seed, transform=train_transform(augmentation, s, exact, params))
     source = Decoded(images, cache_limit) if cache and images.pixels is None else None
-    loader = TrainLoader(images, view, steps, source, bad, workers, pin_memory)
+    finish = partial(_coloured, exact=exact)
+    loader = TrainLoader(images, view, steps, source, bad, workers, pin_memory, finish)
     if source: loader.note({e.path: e.reason for e in source.bad.values()}) # before the first step
     return loader
 
@@ -315,10 +327,6 @@ test_loader.__test__ = False # its name would make pytest run it wherever it is 
 # %% ../nbs/18_loading.ipynb #d53d2fd1
 _COPIES = 2**63 # in place of an epoch
 
-def _copy_view(image, epoch, row, repetition, transform, seed, groups)->Tensor:
-    "One augmented copy: its image is the group of the row."
-    return transform(image, view_rng(seed, epoch, groups[row], repetition))
-
 def copies_loader(images:ImageSet,          # made by `in_aug`
                   s:int=224,                # resolution s*
                   batch_size:int=32,        # copies in a batch
@@ -333,9 +341,10 @@ def copies_loader(images:ImageSet,          # made by `in_aug`
     check_int('seed', seed); check_int('batch_size', batch_size, 1)
     keys = list(zip(range(len(_check_set(images))), images.copies.tolist()))
     transform = train_transform(augmentation, s, exact)
-    view = partial(_copy_view, transform=transform, seed=seed, groups=images.groups)
+    view = partial(_cut, transform=transform, seed=seed, numbers=images.groups)
     steps = [(_COPIES, keys[i:i+batch_size]) for i in range(0, len(keys), batch_size)]
-    return Loader(images, view, steps, bad=bad, workers=workers, pin_memory=pin_memory)
+    return Loader(images, view, steps, bad=bad, workers=workers, pin_memory=pin_memory,
+                  finish=partial(_coloured, exact=exact))
 
 # %% ../nbs/18_loading.ipynb #fcf98e57
 def to_device(batch:Batch,              # as loaded

@@ -7,12 +7,15 @@ __all__ = ['IMAGENET_MEAN', 'IMAGENET_STD', 'JITTER', 'FULL', 'EIGENVALUES', 'EI
            'target_size', 'image_tensor', 'resize', 'square_view', 'rectangular_view', 'test_transform',
            'default_square', 'normalize', 'view_rng', 'Augmentation', 'check_augmentation', 'table_c1', 'Crop',
            'draw_crop', 'draw_jitter', 'fused_affine', 'draw_lighting', 'lighting_shift', 'lighting', 'colour',
-           'draw_policy', 'apply_policy', 'View', 'draw_view', 'apply_view', 'augment', 'train_transform']
+           'colour_block', 'draw_policy', 'apply_policy', 'View', 'draw_view', 'view_at', 'cut_view', 'apply_view',
+           'finish_views', 'augment', 'TrainTransform', 'train_transform']
 
 # %% ../nbs/11_transforms.ipynb #8885a7dd
-import math
+import math, threading
 from fractions import Fraction
 from functools import partial
+from itertools import chain, zip_longest
+from operator import index
 from typing import NamedTuple
 import numpy as np
 import torch
@@ -38,7 +41,7 @@ def target_size(w:int,               # width of the image
 def _is_rgb(image)->bool:
     "An eight-bit tensor (3, h, w) of at least one pixel?"
     is_byte = isinstance(image, Tensor) and image.dtype == torch.uint8
-    return is_byte and image.ndim == 3 and len(image) == 3 and image.numel() > 0
+    return is_byte and image.ndim == 3 and image.shape[0] == 3 and image.numel() > 0
 
 def image_tensor(image     # eight-bit tensor (3, h, w), or a PIL image in mode RGB or L
                 )->Tensor: # uint8, (3, h, w)
@@ -213,13 +216,14 @@ def draw_jitter(rng:np.random.Generator, # see `view_rng`
                )->tuple:                 # ((name, factor), ...), in the order of application
     "Order and factors of the colour jitter."
     steps = [(o, 1 + getattr(params, o)*(2*u - 1)) for o, u in zip(JITTER, rng.random(3).tolist())]
-    return tuple(steps[i] for i in rng.permutation(3))
+    return tuple(steps[i] for i in rng.permutation(3).tolist())
 
 # %% ../nbs/11_transforms.ipynb #b7b6bb50
-def _grey(x:Tensor  # float, (3, h, w)
-         )->Tensor: # float, (h, w)
+def _grey(x:Tensor  # float, (..., 3, h, w)
+         )->Tensor: # float, (..., h, w)
     "Grey value of every pixel, before rounding."
-    return (x[0]*(19595/65536)).add_(x[1], alpha=38470/65536).add_(x[2], alpha=7471/65536)
+    r, g, b = x.unbind(-3)
+    return (r*(19595/65536)).add_(g, alpha=38470/65536).add_(b, alpha=7471/65536)
 
 def _stepwise(x:Tensor,   # float, (3, h, w), whole numbers 0..255; changed in place
               steps:tuple # as drawn by `draw_jitter`
@@ -273,15 +277,20 @@ def lighting(x:Tensor,    # float in 0..1, (..., 3, h, w)
     return x + x.new_tensor(lighting_shift(alpha)).view(3, 1, 1)
 
 # %% ../nbs/11_transforms.ipynb #a371343a
+def _check_steps(steps:tuple # as drawn by `draw_jitter`, of one view or of many
+                )->None:
+    "Refuse a step that is not known, or a factor that makes no colour."
+    for o in {name for name, _ in steps}: check_choice('step', o, JITTER)
+    for name, f in steps:
+        if not 0 <= f < math.inf: raise ValueError(f'{name}={f} must be finite and at least 0')
+
 def colour(image:Tensor,        # uint8, (3, h, w)
            steps:tuple=(),      # as drawn by `draw_jitter`
            alpha:tuple=(0,0,0), # as drawn by `draw_lighting`
            exact:bool=True      # clip and round after each step as PIL does, or one affine map
           )->Tensor:            # uint8, (3, h, w)
     "Colour jitter and lighting noise, rounded to eight bits once, at the end."
-    for name, f in steps:
-        check_choice('step', name, JITTER)
-        if not 0 <= f < math.inf: raise ValueError(f'{name}={f} must be finite and at least 0')
+    _check_steps(steps)
     x, shift = image_tensor(image).float(), 255*torch.tensor(lighting_shift(alpha)).view(3, 1, 1)
     if exact: _stepwise(x, steps); shift.round_()
     else:
@@ -291,6 +300,48 @@ def colour(image:Tensor,        # uint8, (3, h, w)
         shift += c + .5 # the conversion below cuts off: half a level makes it the nearest
     x.add_(shift).clamp_(0, 255)
     return torch.from_numpy(x.numpy().astype(np.uint8)) # several times faster than PyTorch's own
+
+# %% ../nbs/11_transforms.ipynb #4f88c50c
+def _column(numbers:list # one for each view
+           )->Tensor:    # float, (n, 1, 1, 1)
+    "A number for each view of a block."
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, 1, 1, 1)
+
+def _stepwise_block(x:Tensor,    # float, (n, 3, h, w), whole numbers 0..255; changed in place
+                    jitters:list # as drawn by `draw_jitter`, one for each view
+                   )->None:
+    "`_stepwise` for many views, each with its own order and factors."
+    for steps in zip_longest(*jitters, fillvalue=('brightness', 1.)): # which changes nothing
+        names, factors = zip(*steps)
+        contrast, saturation = (_column([o == name for o in names]) for name in JITTER[1:])
+        grey = _grey(x).add_(.5).floor_()[:, None]
+        mean = grey.sum((2, 3), keepdim=True, dtype=torch.float64)/grey[0].numel()
+        o = grey.mul_(saturation).add_(mean.add_(.5).floor_().float().mul_(contrast))
+        x.sub_(o).mul_(_column(factors)).add_(o).clamp_(0, 255).floor_()
+
+# %% ../nbs/11_transforms.ipynb #9dc39ac0
+def _fused_block(x:Tensor,    # float, (n, 3, h, w); changed in place
+                 jitters:list # as drawn by `draw_jitter`, one for each view
+                )->list:      # of each view, what is left to add
+    "The jitter of many views as affine maps."
+    grey = _grey(x)
+    maps = [fused_affine(o, float(g.mean())) for o, g in zip(jitters, grey.numpy())]
+    x.mul_(_column([a for a, _, _ in maps]))
+    for o, g, (_, b, _) in zip(x, grey, maps): o.add_(g, alpha=b)
+    return [c for _, _, c in maps]
+
+def colour_block(block:Tensor,   # uint8, (n, 3, h, w), contiguous; changed in place
+                 jitters:list,   # as drawn by `draw_jitter`, one for each view
+                 alphas:list,    # as drawn by `draw_lighting`
+                 exact:bool=True # clip and round after each step as PIL does, or one affine map
+                )->Tensor:       # the same block
+    "`colour` for many views of one size together: the same bits."
+    _check_steps([*chain(*jitters)])
+    x, shift = block.float(), 255*torch.tensor([*map(lighting_shift, alphas)]).view(-1, 3, 1, 1)
+    if exact: _stepwise_block(x, jitters); shift.round_()
+    else: shift += _column([c + .5 for c in _fused_block(x, jitters)])
+    block.numpy()[:] = x.add_(shift).clamp_(0, 255).numpy() # as in `colour`: cut off
+    return block
 
 # %% ../nbs/11_transforms.ipynb #4ce3650b
 POLICY = AutoAugment(AutoAugmentPolicy.IMAGENET).policies
@@ -359,27 +410,72 @@ def draw_view(rng:np.random.Generator, # see `view_rng`
     if not isinstance(rng, np.random.Generator):
         raise TypeError(f'rng={rng!r} must be a NumPy Generator: make it with view_rng')
     check_choice('augmentation', augmentation, AUGMENTATIONS)
-    view = View(draw_crop(rng, h, w, params), bool(rng.random() < params.flip))
-    if augmentation == 'crop': return view
-    if augmentation == 'AA': return view._replace(policy=draw_policy(rng))
-    return view._replace(jitter=draw_jitter(rng, params), alpha=draw_lighting(rng, params))
+    crop, flip = draw_crop(rng, h, w, params), bool(rng.random() < params.flip)
+    if augmentation == 'crop': return View(crop, flip)
+    if augmentation == 'AA': return View(crop, flip, policy=draw_policy(rng))
+    return View(crop, flip, draw_jitter(rng, params), draw_lighting(rng, params))
+
+# %% ../nbs/11_transforms.ipynb #0c5e8892
+class _Own(threading.local):
+    "A generator for each thread, and its state before the first draw."
+    def __init__(self): self.rng = view_rng(0, 0, 0, 0); self.state = self.rng.bit_generator.state
+
+_OWN = _Own()
+
+def view_at(key:tuple,               # (seed, epoch, image, repetition), the arguments of `view_rng`
+            augmentation:str,        # full, AA or crop
+            h:int, w:int,            # height and width of the image
+            params:Augmentation=FULL # ranges to draw from
+           )->View:
+    "The view at a place in the random stream: that of `draw_view`, without a new generator."
+    place = _OWN.state['state']
+    seed, epoch, *which = map(index, key)
+    place['key'][:], place['counter'][2:] = (seed, epoch), which
+    _OWN.rng.bit_generator.state = _OWN.state
+    return draw_view(_OWN.rng, augmentation, h, w, params)
 
 # %% ../nbs/11_transforms.ipynb #93a43a39
-def apply_view(image,           # uint8 tensor (3, h, w), or a PIL image
-               view:View,       # as drawn by `draw_view` for the size of this image
-               s:int,           # side of the result
-               exact:bool=True  # colours as PIL computes them, or fused
-              )->Tensor:        # uint8, (3, s, s)
-    "Cut, resize, flip and colour as drawn."
+def cut_view(image,     # uint8 tensor (3, h, w), or a PIL image
+             view:View, # as drawn by `draw_view` for the size of this image
+             s:int      # side of the result
+            )->Tensor:  # uint8, (3, s, s)
+    "Cut, resize and flip as drawn."
     image, (top, left, h, w) = image_tensor(image), view.crop
     _, height, width = image.shape
     if not (0 <= top <= height - h and 0 <= left <= width - w):
         size = f'height {height} and width {width}'
         raise ValueError(f'view has {view.crop}, outside an image of {size}: draw it for this size')
     x = resize(image[:, top:top+h, left:left+w], (s, s), exact=False)
-    if view.flip: x = x.flip(-1)
+    return x.flip(-1) if view.flip else x
+
+def apply_view(image,           # uint8 tensor (3, h, w), or a PIL image
+               view:View,       # as drawn by `draw_view` for the size of this image
+               s:int,           # side of the result
+               exact:bool=True  # colours as PIL computes them, or fused
+              )->Tensor:        # uint8, (3, s, s)
+    "Cut, resize, flip and colour as drawn."
+    x = cut_view(image, view, s)
     if view.jitter or any(view.alpha): x = colour(x, view.jitter, view.alpha, exact)
     return apply_policy(x, view.policy)
+
+# %% ../nbs/11_transforms.ipynb #8fcbe258
+_BLOCK = 2**18 # numbers in a block
+
+def finish_views(batch:Tensor,   # uint8, (B, 3, s, s), cut by `cut_view`; changed in place
+                 views:list,     # what was drawn for each
+                 exact:bool=True # colours as PIL computes them, or fused
+                )->Tensor:       # the same batch
+    "Colours of all views of a batch: with `cut_view`, bit for bit what `apply_view` gives."
+    n = max(1, _BLOCK//batch[:1].numel()) if len(views) else 1
+    for i in range(0, len(views), n):
+        block, some = batch[i:i+n], views[i:i+n]
+        jitters, alphas = [o.jitter for o in some], [o.alpha for o in some]
+        if not any(jitters) and not any(map(any, alphas)): continue
+        if n > 1: colour_block(block, jitters, alphas, exact)
+        else: block[0] = colour(block[0], jitters[0], alphas[0], exact)
+    for x, view in zip(batch, views):
+        if view.policy: x.copy_(apply_policy(x, view.policy))
+    return batch
 
 # %% ../nbs/11_transforms.ipynb #fb22dfe2
 def augment(image,                    # uint8 tensor (3, h, w), or a PIL image
@@ -393,12 +489,24 @@ def augment(image,                    # uint8 tensor (3, h, w), or a PIL image
     image = image_tensor(image)
     return apply_view(image, draw_view(rng, augmentation, *image.shape[1:], params), s, exact)
 
+class TrainTransform(NamedTuple):
+    "The transform of training: an image and a generator to a view."
+    augmentation:str
+    s:int
+    exact:bool
+    params:Augmentation
+    def __call__(self, image, rng:np.random.Generator)->Tensor: # uint8, (3, s, s)
+        return augment(image, rng, *self)
+    def cut(self, image:Tensor, key:tuple)->tuple: # (View, uint8 tensor), for `finish_views`
+        "What is drawn at `key`, see `view_at`, and its window before the colours."
+        view = view_at(key, self.augmentation, *image.shape[1:], self.params)
+        return view, cut_view(image, view, self.s)
+
 def train_transform(augmentation:str,        # full, AA or crop
                     s:int,                   # side of the training crops
                     exact:bool=True,         # colours as PIL computes them, or fused
                     params:Augmentation=FULL # own ranges: FULL._replace(...)
-                   ):                        # (image, rng) -> uint8 tensor (3, s, s)
-    "The transform of training."
+                   )->TrainTransform:        # (image, rng) -> uint8 tensor (3, s, s)
+    "The transform of training, its parameters checked."
     check_choice('augmentation', augmentation, AUGMENTATIONS)
-    return partial(augment, augmentation=augmentation, s=check_int('s', s, 1), exact=exact,
-                   params=check_augmentation(params))
+    return TrainTransform(augmentation, check_int('s', s, 1), exact, check_augmentation(params))
