@@ -189,7 +189,7 @@ def why_outside(claims:list # of `Claim`
     "The reasons for which claims are outside the paper's conditions."
     return '; '.join(dict.fromkeys(words for o in claims if o.why for words in o.why.split('; ')))
 
-# %% ../nbs/61_claims.ipynb #a927af75
+# %% ../nbs/61_claims.ipynb #e3c91cfc
 class Rule(NamedTuple):
     "A claim as it was written down before its runs."
     claim:str    # in words
@@ -211,7 +211,7 @@ def rule_arms(found:list # of `Rule`
     "Every arm that some claims need, once."
     return list(dict.fromkeys(term['arm'] for o in found for term in o.terms))
 
-# %% ../nbs/61_claims.ipynb #3c2c4888
+# %% ../nbs/61_claims.ipynb #8fe31a1a
 PARTS = dict(early=(0, .25), late=(.9, 1)) # of a training
 
 def curve_part(run:Run, # complete
@@ -235,7 +235,7 @@ def rule_effects(rule:Rule, study:Study, runs:dict)->np.ndarray: # one for each 
     "The effect of a claim, seed by seed."
     return sum(o['sign']*term_values(o, study, runs) for o in rule.terms)
 
-# %% ../nbs/61_claims.ipynb #585d8b03
+# %% ../nbs/61_claims.ipynb #35c02d34
 def term_right(term:dict, study:Study, runs:dict)->np.ndarray: # bool, (seeds, images)
     "Which test images were right."
     def one(o):
@@ -251,7 +251,7 @@ def rule_images(rule:Rule, study:Study, runs:dict)->tuple: # (low, high), or not
     plus, minus = sorted(rule.terms, key=lambda o: -o['sign'])
     return image_interval(term_right(plus, study, runs), term_right(minus, study, runs))
 
-# %% ../nbs/61_claims.ipynb #20cf40e2
+# %% ../nbs/61_claims.ipynb #46c243bf
 def judge_rules(found:list,  # of `Rule`
                 study:Study, # its scale
                 runs:dict    # arm -> list of `Scored`, all seeds
@@ -265,5 +265,6 @@ def judge_rules(found:list,  # of `Rule`
         claims += within_conditions([claim], runs[o.of][0].run, o.kind, len(effects))
     for family in dict.fromkeys(o.family for o in claims):
         some = [i for i, o in enumerate(claims) if o.family == family]
-        for i, p in zip(some, holm([claims[i].p for i in some])): claims[i] = claims[i]._replace(holm=float(p))
+        for i, p in zip(some, holm([claims[i].p for i in some])):
+            claims[i] = claims[i]._replace(holm=float(p))
     return claims

@@ -18,7 +18,8 @@ from .datasets import is_drawn
 from .launch import parse_pairs
 from .loss import JointLoss
 from .model import MultiGrain
-from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done, find_run, find_study,
+from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done,
+                                find_run, find_study,
                                 is_measured, notebooks, open_set, paper_values, relative, train_all, wanted_jobs)
 
 # %% ../nbs/62_page.ipynb #1ec84635
@@ -281,7 +282,7 @@ def from_records(out:str='', results:str='')->Path: # the page
     there = [o for o in ('claims', 'cifar', 'photographs', 'tiny', 'mini') if any(results_folder(o).glob('*.json'))]
     return page(there)
 
-# %% ../nbs/62_page.ipynb #492b5f4c
+# %% ../nbs/62_page.ipynb #a52869de
 def make_all(preset:str='',     # study; empty: all that can be made from records
              data:str='',       # to train on; that of the study if empty
              seeds:int=0,       # of each arm; as the study if 0

@@ -24,7 +24,8 @@ def test_every_notebook_has_its_place():
 def made(tmp_path_factory):
     "Killed once in the middle, then to the end."
     d = tmp_path_factory.mktemp('paper')
-    words = '--preset', 'smoke', '--train', 'true', '--seeds', '1', '--out', str(d/'notebooks'), '--results', str(d/'results')
+    words = '--preset', 'smoke', '--train', 'true', '--seeds', '1'
+    words += '--out', str(d/'notebooks'), '--results', str(d/'results')
     args, how = command(d/'runs', *words)
     first = subprocess.Popen(
         args, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, **how
@@ -84,8 +85,10 @@ def test_from_the_store(made):
         and '--seed 1' in done.stderr
     )
 
-MISTAKES = [('--preset papr', 'did you mean paper'), ('--preset paper', 'needs data'), ('--preset mini --names table_9', 'table_9'),
-            ('--preset smoke --seed 3', 'did you mean seeds'), ('--preset paper --train true --data tests', 'no folder holidays')]
+MISTAKES = [('--preset papr', 'did you mean paper'), ('--preset paper', 'needs data'),
+            ('--preset mini --names table_9', 'table_9'),
+            ('--preset smoke --seed 3', 'did you mean seeds'),
+            ('--preset paper --train true --data tests', 'no folder holidays')]
 
 @pytest.mark.parametrize('words,says', MISTAKES)
 def test_a_mistake_is_one_sentence(tmp_path, words, says):
