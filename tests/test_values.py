@@ -190,8 +190,9 @@ def test_claims_conditions_of_the_paper_hold_for_the_paper():
 
 # -- the splits of the registered studies ---------------------------------------------------------
 
-PILOT = set(('n01784675 n02085620 n02129165 n02480495 n02788148 n02793495 n02815834 n02843684 n03026506 n03201208 '
-             'n03388043 n03424325 n03804744 n03837869 n03902125 n03937543 n04251144 n04371430 n07875152 n09193705').split())
+PILOT = set('''n01784675 n02085620 n02129165 n02480495 n02788148 n02793495 n02815834 n02843684
+    n03026506 n03201208 n03388043 n03424325 n03804744 n03837869 n03902125 n03937543
+    n04251144 n04371430 n07875152 n09193705'''.split())
 
 @pytest.mark.parametrize('name,test', [('tiny80', 10_400), ('cifar10', 10_000)])
 def test_studies_splits_are_apart(name, test):
