@@ -50,9 +50,10 @@ class Recipe:
     group:int=0                 # views among which pairs are sampled; 0: all of a part of the batch
     same_class:str='allow'      # negatives of the anchor's own class: allow (the paper) or exclude
     bn_steps:int=0              # batches that estimate batch-norm statistics anew at the end
+    schedule:str='drops'        # of the rate after the warm-up: drops, or cosine to zero
 
 # %% ../nbs/31_recipe.ipynb #9e3fd3e9
-ADDED_LATER = 'group', 'same_class', 'bn_steps'
+ADDED_LATER = 'group', 'same_class', 'bn_steps', 'schedule'
 
 def parameters(recipe:Recipe)->dict: # name -> value, as JSON holds it
     "What is hashed and recorded: all but the preset, and but what was added later and is not used."
@@ -90,7 +91,7 @@ def _typed(recipe:Recipe)->Recipe:
 CHOICES = dict(augmentation=('full', 'AA', 'crop'), normalize=('pairs', 'active', 'triplets'),
                sampling=('exact', 'published'), batch_norm=('local', 'sync', 'frozen'),
                precision=('float32', 'bfloat16', 'float16'), bad=('raise', 'skip'),
-               same_class=('allow', 'exclude'))
+               same_class=('allow', 'exclude'), schedule=('drops', 'cosine'))
 _LEAST = dict(m=1, resolution=1, batch_size=1, iterations=1, epochs=1, accumulate=1, seed=0,
               lr=0, warmup=0, momentum=0, weight_decay=0, beta_lr=0, group=0, bn_steps=0)
 

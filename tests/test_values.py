@@ -23,7 +23,7 @@ def test_recipe_is_the_papers():
     recipe = dataclasses.asdict(make_recipe('paper', data='x'))
     assert {k: recipe[k] for k in PAPER} == PAPER
     others = dict(data='x', batch_norm='local', gather=False, accumulate=1, precision='float32', compile=False,
-                  exact=True, bad='raise', seed=0, preset='paper', group=0, bn_steps=0)
+                  exact=True, bad='raise', seed=0, preset='paper', group=0, bn_steps=0, schedule='drops')
     assert {k: v for k, v in recipe.items() if k not in PAPER} == others, 'a new field: is its default the paper?'
     assert make_recipe('paper', data='x', augmentation='AA').iterations == 7508
 
