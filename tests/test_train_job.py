@@ -39,7 +39,9 @@ def test_stored_runs_have_the_names_of_their_parameters():
         assert parameters(Recipe(**stored)) == stored
         assert file.parent.name == f'tiny-{run_hash(parameters(Recipe(**stored)))}'
 
-@pytest.mark.parametrize('field,value', [('group', 12), ('same_class', 'exclude'), ('bn_steps', 2), ('schedule', 'cosine')])
+NEWER = [('group', 12), ('same_class', 'exclude'), ('bn_steps', 2), ('schedule', 'cosine')]
+
+@pytest.mark.parametrize('field,value', NEWER)
 def test_a_field_that_was_added_later_names_a_run_only_if_it_is_used(field, value):
     usual, other = make_recipe('smoke'), make_recipe('smoke', **{field: value})
     assert field in ADDED_LATER and field not in parameters(usual) and parameters(other)[field] == value
