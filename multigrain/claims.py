@@ -6,7 +6,7 @@
 __all__ = ['VERDICTS', 'PARTS', 'Claim', 'verdict', 'judge', 'sign_flip', 'holm', 't_quantile', 'smallest_effect',
            'image_interval', 'Condition', 'measured_conditions', 'registered', 'conditions', 'outside',
            'within_conditions', 'claim_table', 'why_outside', 'Rule', 'rules', 'rule_arms', 'curve_part', 'term_values',
-           'rule_effects', 'term_right', 'rule_images', 'judge_rules']
+           'rule_effects', 'term_right', 'rule_images', 'length_change', 'length_words', 'with_length', 'judge_rules']
 
 # %% ../nbs/61_claims.ipynb #8b68cde2
 import itertools, math
@@ -189,7 +189,7 @@ def why_outside(claims:list # of `Claim`
     "The reasons for which claims are outside the paper's conditions."
     return '; '.join(dict.fromkeys(words for o in claims if o.why for words in o.why.split('; ')))
 
-# %% ../nbs/61_claims.ipynb #e3c91cfc
+# %% ../nbs/61_claims.ipynb #a927af75
 class Rule(NamedTuple):
     "A claim as it was written down before its runs."
     claim:str    # in words
@@ -211,7 +211,7 @@ def rule_arms(found:list # of `Rule`
     "Every arm that some claims need, once."
     return list(dict.fromkeys(term['arm'] for o in found for term in o.terms))
 
-# %% ../nbs/61_claims.ipynb #8fe31a1a
+# %% ../nbs/61_claims.ipynb #3c2c4888
 PARTS = dict(early=(0, .25), late=(.9, 1)) # of a training
 
 def curve_part(run:Run, # complete
@@ -235,7 +235,7 @@ def rule_effects(rule:Rule, study:Study, runs:dict)->np.ndarray: # one for each 
     "The effect of a claim, seed by seed."
     return sum(o['sign']*term_values(o, study, runs) for o in rule.terms)
 
-# %% ../nbs/61_claims.ipynb #35c02d34
+# %% ../nbs/61_claims.ipynb #585d8b03
 def term_right(term:dict, study:Study, runs:dict)->np.ndarray: # bool, (seeds, images)
     "Which test images were right."
     def one(o):
@@ -251,7 +251,34 @@ def rule_images(rule:Rule, study:Study, runs:dict)->tuple: # (low, high), or not
     plus, minus = sorted(rule.terms, key=lambda o: -o['sign'])
     return image_interval(term_right(plus, study, runs), term_right(minus, study, runs))
 
-# %% ../nbs/61_claims.ipynb #46c243bf
+# %% ../nbs/61_claims.ipynb #ad284251
+def length_change(pilots:list # of dictionaries: arm, steps, top-1
+                 )->float:    # points; nan if it was not measured for both arms
+    "How much half as many steps again change an arm, the larger of uniform and RA batches."
+    changes = []
+    for arm in ('uniform', 'RA'):
+        found = {o['steps']: o['top-1'] for o in pilots if o['arm'] == arm and o['schedule'] == 'late'}
+        steps = min(found, default=0)
+        changes.append(abs(found.get(3*steps//2, math.nan) - found.get(steps, math.nan)))
+    return max(changes) if not any(map(math.isnan, changes)) else math.nan
+
+def length_words(change:float, # from `length_change`
+                 most:float    # registered
+                )->str:        # '' if the training was long enough
+    "Why a training is too short to judge."
+    if math.isnan(change): return 'it was not measured yet whether a longer training changes anything'
+    return '' if change <= most else f'half as many steps again change an arm by {change:.1f} points'
+
+# %% ../nbs/61_claims.ipynb #395b00f1
+_OF_LENGTH = 'RA', 'margin loss', 'exponent' # kinds of claims about a training
+
+def with_length(claim:Claim, kind:str)->Claim:
+    "*Outside*, if the claim is about a training that may be too short."
+    known = registered()
+    why = length_words(length_change(known['pilots']), known['length']['most']) if kind in _OF_LENGTH else ''
+    return claim._replace(verdict='outside', why='; '.join(filter(None, (claim.why, why)))) if why else claim
+
+# %% ../nbs/61_claims.ipynb #27ec44eb
 def judge_rules(found:list,  # of `Rule`
                 study:Study, # its scale
                 runs:dict    # arm -> list of `Scored`, all seeds
@@ -262,7 +289,7 @@ def judge_rules(found:list,  # of `Rule`
         effects = rule_effects(o, study, runs)
         claim = judge(o.claim, effects, o.paper, o.unit)._replace(
             family=o.family, images=rule_images(o, study, runs), smallest=smallest_effect(effects))
-        claims += within_conditions([claim], runs[o.of][0].run, o.kind, len(effects))
+        claims += [with_length(*within_conditions([claim], runs[o.of][0].run, o.kind, len(effects)), o.kind)]
     for family in dict.fromkeys(o.family for o in claims):
         some = [i for i, o in enumerate(claims) if o.family == family]
         for i, p in zip(some, holm([claims[i].p for i in some])):
