@@ -82,6 +82,7 @@ def test_studies_differ_in_one_thing_at_a_time():
 
 def test_studies_resolutions():
     assert {k: o.s for k, o in STUDIES.items()} == dict(smoke=(32, 48), mini=(32, 48, 64), tiny=(32, 48, 64),
+                                                         claims=(32, 48, 64), cifar=(32,),
                                                          paper=(224, 500, 800))
     for study in STUDIES.values():
         assert study.s[0] == arm_recipe(dataclasses.replace(study, data='x'), 'RA p=1', 0).resolution
