@@ -36,7 +36,8 @@ def brief(value # anything
     r = reprlib.Repr()
     r.maxlevel, r.maxstring, r.maxother, r.maxlong = 3, 120, 120, 60
     r.maxdict = r.maxlist = r.maxtuple = r.maxset = 6
-    return r.repr(value) if len(text := r.repr(value)) <= 300 else text[:300] + ' ...'
+    text = r.repr(value)
+    return text if len(text) <= 300 else text[:300] + ' ...'
 
 # %% ../nbs/00_basics.ipynb #f6d066f8
 def check_int(name:str,          # of the parameter
@@ -202,11 +203,12 @@ def locked(folder,         # made if it is not there
     except ImportError: yield; return # a system without such locks: two callers do the same work twice
     (folder := Path(folder)).mkdir(parents=True, exist_ok=True)
     with open(folder/'.lock', 'a') as f:
-        _held.add(f)
-        try: fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)); yield
+        try: fcntl.flock(f, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as e:
             todo = 'wait for it, or give another one'
             raise RuntimeError(f'folder={str(folder)!r} is being written by another process: {todo}') from e
+        _held.add(f)
+        try: yield
         finally: _held.discard(f)
 
 # %% ../nbs/00_basics.ipynb #12781048
