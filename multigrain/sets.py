@@ -487,7 +487,7 @@ def _save_contents(file:Path, contents:Contents)->None:
 # %% ../nbs/12_sets.ipynb #01b3a398
 def changed_files(images:ImageSet, # as it is now
                   file,            # where its contents are noted
-                  first:bool       # is it to be noted for the first time?
+                  first:bool       # does the job begin only now? Then nothing has changed since
                  )->list:          # of paths
     "Files that no longer hold what was noted; the first time, what they hold is noted."
     if images.pixels is not None: return [] # part of the fingerprint
@@ -497,7 +497,7 @@ def changed_files(images:ImageSet, # as it is now
         warnings.warn(f'{file} {why}: whether the images of {images.name} are those of the first '
                       'time cannot be checked; from now on it can')
     now = read_contents(images, known)
-    if known is None: return _save_contents(file, now) or []
-    changed = np.flatnonzero((known.hashes != b'') & (known.hashes != now.hashes))
-    if not len(changed) and (known.times != now.times).any(): _save_contents(file, now)
+    other = known is None or (known.hashes != now.hashes)
+    changed = np.flatnonzero(other & (known.hashes != b'')) if known and not first else []
+    if not len(changed) and (np.any(other) or (known.times != now.times).any()): _save_contents(file, now)
     return [images.paths[i] for i in changed]
