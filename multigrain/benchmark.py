@@ -206,9 +206,10 @@ def show_scores(scores:dict, # label -> list of `Score`, the same benchmarks in 
         y = np.arange(len(some)) + .2*(i - (n_labels - 1)/2)
         ax.errorbar(x, y, xerr=error, fmt='o', ms=4, capsize=3, label=label)
     said = [f'{o.name} ({o.value:.2f} {o.unit})' if n_labels == 1 else o.name for o in longest]
-    ax.set_yticks(range(n), said)
+    ax.set_yticks(range(n), said, parse_math=False) # a folder may be called $a_$
     ax.set(xlabel='% of the best possible, with 95 % interval', xlim=(0, 102), ylim=(n - .5, -.5))
-    ax.legend(fontsize=8, loc='lower center', bbox_to_anchor=(.5, 1), ncols=n_labels, frameon=False)
+    shown = ax.legend(fontsize=8, loc='lower center', bbox_to_anchor=(.5, 1), ncols=n_labels, frameon=False)
+    for o in shown.get_texts(): o.set_parse_math(False)
     return ax
 
 # %% ../nbs/43_benchmark.ipynb #f01ea057

@@ -9,7 +9,7 @@ __all__ = ['BENCHMARKS', 'Opened', 'open_model', 'class_names', 'benchmark_names
 import os
 from pathlib import Path
 from typing import NamedTuple
-from .basics import check_type, nearest, read_json, require
+from .basics import as_type, check_file_name, check_int, check_type, nearest, read_json, require
 from .datasets import is_drawn, training_sets, world_folder
 from .model import MultiGrain, load, load_published
 from .readers import copydays, holidays, image_folder, imagenet, in_aug, ukbench
@@ -28,13 +28,28 @@ class Opened(NamedTuple):
     s:int=224          # resolution it was trained at, 224 where nothing is known
     data:str='world'   # what it was trained on, see `training_sets`; 'world' where nothing is known
 
+# %% ../nbs/42_catalog.ipynb #83c41343
+def _check_about(found:dict, # what a file says: name, s, data
+                 file        # to name it
+                )->dict:     # the same
+    "What is said about a network, if it can be true."
+    try:
+        if 'name' in found: check_file_name('name', found['name'])
+        if 's' in found: check_int('s', found['s'], 1, 4096)
+        if 'data' in found: as_type('data', found['data'], str)
+    except (ValueError, TypeError) as e:
+        raise ValueError(f'{file} is not to be trusted: {e}') from e
+    return found
+
 # %% ../nbs/42_catalog.ipynb #fab19125
 def _of_run(run:Run)->Opened:
     "The network of a complete run."
     todo = 'start its training again, it continues'
     require(run.complete, f'model={str(run.folder)!r} is a run that is not complete: {todo}')
-    about = run.parameters
-    return Opened(load(run.folder/'model'), run.folder.name, about['resolution'], about['data'])
+    about, file = run.parameters, run.folder/'run.json'
+    require({'resolution', 'data'} <= about.keys(), f'{file} does not say what the network was trained on')
+    known = _check_about(dict(s=about['resolution'], data=about['data']), file)
+    return Opened(load(run.folder/'model'), run.folder.name, **known)
 
 def _of_folder(folder:Path)->Opened:
     "The network of a run, or of a folder of `save`; the jobs put `about.json` beside it."
@@ -44,9 +59,10 @@ def _of_folder(folder:Path)->Opened:
     todo = 'give a run, or a folder that save(model, folder) has written'
     require((folder/'model.safetensors').exists(),
             f'model={str(folder)!r} holds neither run.json nor model.safetensors: {todo}')
-    about = read_json(folder/'about.json') if (folder/'about.json').exists() else {}
-    known = {k: about[k] for k in ('s', 'data') if k in about}
-    return Opened(load(folder), about.get('name', folder.resolve().name), **known)
+    file = folder/'about.json'
+    about = read_json(file, kind=dict) if file.exists() else {}
+    known = {k: about[k] for k in ('name', 's', 'data') if k in about}
+    return Opened(load(folder), **dict(name=folder.resolve().name) | _check_about(known, file))
 
 # %% ../nbs/42_catalog.ipynb #b6300429
 def _of_store(name:str, root:Path)->Opened|None:

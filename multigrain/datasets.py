@@ -76,7 +76,7 @@ def folder_sets(root,          # folder with train and val, or with a folder for
     learn = image_folder(train, name=f'{root.name} train', bad=bad)
     return learn, image_folder(val, classes=learn.classes or None, name=f'{root.name} val', bad=bad)
 
-# %% ../nbs/17_datasets.ipynb #d9939160
+# %% ../nbs/17_datasets.ipynb #9c67728c
 class Split(NamedTuple):
     "Which images a study uses, by name."
     source:str    # folder of the images, from the root of the project, or reader:folder
@@ -88,12 +88,15 @@ def read_split(file # JSON
               )->Split:
     "A split from its file."
     path = Path(file) if Path(file).exists() else project_root()/file
-    found = read_json(path)
-    lost = [o for o in Split._fields if o not in found]
+    found, kinds = read_json(path, 'bring it back', dict), (str, int, int, dict)
+    lost = [k for k, kind in zip(Split._fields, kinds) if type(found.get(k)) is not kind]
     require(not lost, f'{path} is no split: it has no {", ".join(lost)}')
+    named = all(isinstance(some, dict) and all(isinstance(o, list) for o in some.values())
+                for some in found['parts'].values())
+    require(named and found['seeds'] > 0, f'{path} is no split: parts must name files of classes')
     return Split(*(found[o] for o in Split._fields))
 
-# %% ../nbs/17_datasets.ipynb #43a0ecbb
+# %% ../nbs/17_datasets.ipynb #e51bb995
 def own_share(pool:list, # names, in their order
               n:int,     # to take
               seed:int,  # whose share
@@ -113,7 +116,7 @@ def split_names(split:Split, # which images
     return {k: own_share(v, split.per_class, seed, split.seeds)
             for k, v in split.parts['pool'].items()}
 
-# %% ../nbs/17_datasets.ipynb #c0e52370
+# %% ../nbs/17_datasets.ipynb #e2c74438
 def _split_files(split:Split, part:str, names:dict)->ImageSet:
     "A part of a split of files."
     root = project_root()/split.source
@@ -133,7 +136,7 @@ def _split_rows(split:Split, part:str, names:dict)->ImageSet:
     row = {o: i for i, o in enumerate(both.paths)}
     return both.take([row[o] for some in names.values() for o in some], name=f'{reader} {part}')
 
-# %% ../nbs/17_datasets.ipynb #eb8f9e44
+# %% ../nbs/17_datasets.ipynb #227d4814
 def split_set(data:str,        # split:file#seed, or file#seed
               part:str='train' # or another part of the split
              )->ImageSet:

@@ -6,14 +6,13 @@
 __all__ = ['Member', 'extract', 'download']
 
 # %% ../nbs/14_download.ipynb #8ed54504
-import hashlib, http.client, os, re, shutil, tarfile, urllib.request, zipfile, zlib
+import hashlib, http.client, os, re, shutil, tarfile, urllib.request, zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from .basics import atomic_write, progress, require
 
 # %% ../nbs/14_download.ipynb #ea61ca6d
-_DAMAGES = (tarfile.TarError, zipfile.BadZipFile, OSError, EOFError, RuntimeError, zlib.error)
-
 class Member(NamedTuple):
     "One entry of an archive."
     name:str
@@ -29,11 +28,16 @@ def _members(opened # archive
     return [Member(o.filename, o.file_size, plain(o)) for o in opened.infolist()]
 
 # %% ../nbs/14_download.ipynb #9bf8dd9d
+def _can_be_named(name:str)->bool:
+    "Can a file have this name?"
+    try: return b'\0' not in os.fsencode(name)
+    except UnicodeEncodeError: return False
+
 def _check_members(members:list, archive, folder:Path):
     "Nothing of an archive may end up outside of its folder, be a link, or fill the disk."
     file, top = f'archive={str(archive)!r}', os.path.realpath(folder)
     def inside(name):
-        if os.path.isabs(name) or '..' in re.split(r'[\\/]', name): return False
+        if os.path.isabs(name) or '..' in re.split(r'[\\/]', name) or not _can_be_named(name): return False
         goal = os.path.realpath(os.path.join(top, name.replace('\\', '/'))) # links there
         return os.path.commonpath([top, goal]) == top
     for name, _, plain in members:
@@ -41,26 +45,35 @@ def _check_members(members:list, archive, folder:Path):
         require(inside(name), f'{file} would write {name!r} outside of {folder}: {todo}')
         require(plain, f'{file} holds {name!r}, which is neither a file nor a folder: {todo}')
     there = next(o for o in (Path(top), *Path(top).parents) if o.exists())
-    size, free = sum(o.size for o in members), shutil.disk_usage(there).free
+    size, free = sum(max(0, o.size) for o in members), shutil.disk_usage(there).free
     require(size <= free, f'{file} needs {size/1e9:.1f} GB, but folder={str(folder)!r} has '
             f'{free/1e9:.1f} GB left')
 
 # %% ../nbs/14_download.ipynb #aacf3b0a
+@contextmanager
+def _reading(archive, todo:str):
+    "A damaged archive raises all kinds of errors: they become one sentence."
+    try: yield
+    except Exception as e:
+        why = ' '.join(str(e).split())[:200] or type(e).__name__
+        raise ValueError(f'archive={str(archive)!r} cannot be extracted as tar or zip ({why}): {todo}') from e
+
+def _open_archive(archive):
+    "A zip or tar file, opened."
+    return zipfile.ZipFile(archive) if zipfile.is_zipfile(archive) else tarfile.open(archive)
+
 def extract(archive, # tar (also compressed) or zip file
             folder   # where to; made if it is not there
            )->Path:  # the folder
     "Extract an archive into a folder, and nowhere else."
-    folder, todo = Path(folder), 'download it again'
-    try:
-        is_zip = zipfile.is_zipfile(archive)
-        with zipfile.ZipFile(archive) if is_zip else tarfile.open(archive) as opened:
-            _check_members(_members(opened), archive, folder)
-            folder.mkdir(parents=True, exist_ok=True)
-            todo = f'remove what is in {folder} and download it again'
-            opened.extractall(folder, **{} if is_zip else dict(filter='data'))
-    except _DAMAGES as e:
-        said = f'archive={str(archive)!r} cannot be extracted as tar or zip ({e}): {todo}'
-        raise ValueError(said) from e
+    folder, again = Path(folder), 'download it again'
+    with _reading(archive, again): opened = _open_archive(archive)
+    with opened:
+        with _reading(archive, again): members = _members(opened)
+        _check_members(members, archive, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        how = {} if isinstance(opened, zipfile.ZipFile) else dict(filter='data')
+        with _reading(archive, f'remove what is in {folder} and {again}'): opened.extractall(folder, **how)
     return folder
 
 # %% ../nbs/14_download.ipynb #c5b56dba

@@ -18,14 +18,14 @@ import numpy as np, torch, torch.distributed as dist, torch.fx
 from fastcore.basics import first, patch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
-from .basics import (check_choice, check_int, check_type, locked, progress, read_json,
+from .basics import (brief, check_choice, check_int, check_type, locked, progress, read_json,
                                require, write_file)
 from .gem import gem_many
 from .image import BadImage
 from .loading import copies_loader, size_batches, test_loader, to_device, view_sizes
 from .model import MultiGrain, check_precision
 from .readers import image_folder
-from .sets import ImageSet, index_set
+from .sets import ImageSet, changed_files, index_set
 from .transforms import default_square, image_tensor
 
 # %% ../nbs/40_embed.ipynb #a6910653
@@ -400,15 +400,35 @@ class _Manifest(NamedTuple):
         content = dict(format=1, complete=self.complete, record=record, skipped=self.skipped)
         _write(folder/'manifest.json', content)
 
+# %% ../nbs/40_embed.ipynb #b25c4e62
+def _wrong_record(found:dict)->str:
+    "What is wrong with a record that was read; '' if arrays can be opened with it."
+    for k in ('n', 'dim', 'logits'):
+        if type(found.get(k)) is not int or found[k] < 0: return f'its {k} is {brief(found.get(k))}'
+    if found.get('dtype') not in ('float32', 'float16'): return f'its dtype is {brief(found.get("dtype"))}'
+    ps, odd = found.get('ps'), [o for o in ('model', 'weights', 'fingerprint', 'images', 'views')
+                                if not isinstance(found.get(o), str | None)]
+    whole = isinstance(ps, list) and ps and all(_is_exponent(o) for o in ps)
+    if not whole: return f'its ps are {brief(ps)}'
+    return f'its {odd[0]} is {brief(found[odd[0]])}' if odd else ''
+
+def _wrong_manifest(found:dict)->str:
+    "What is wrong with a manifest that was read."
+    skipped = found.get('skipped', {})
+    listed = isinstance(skipped, dict) and all(isinstance(o, str) for o in skipped.values())
+    if not isinstance(found.get('record'), dict): return 'it has no record'
+    if not isinstance(found.get('complete', False), bool): return 'it does not say if it is complete'
+    return _wrong_record(found['record']) if listed else 'what was skipped cannot be read'
+
 # %% ../nbs/40_embed.ipynb #53040a24
 def _read_manifest(folder:Path)->_Manifest:
     "The manifest of a folder."
     file, todo = folder/'manifest.json', f'delete {folder} and embed again'
     require(file.exists(), f'folder={str(folder)!r} holds no manifest.json: '
             'embed(..., folder=...) did not write it')
-    found = read_json(file, todo)
-    known = isinstance(found, dict) and isinstance(found.get('record'), dict)
-    require(known, f'{file} is damaged, it has no record: {todo}')
+    found = read_json(file, todo, dict)
+    wrong = _wrong_manifest(found)
+    require(not wrong, f'{file} is damaged, {wrong}: {todo}')
     record = Record.from_json(found['record'])
     return _Manifest(record, found.get('complete', False), found.get('skipped', {}))
 
@@ -432,15 +452,25 @@ def _shapes(record:Record)->dict: # name -> (shape, dtype)
     logits = dict(logits=((ps, n, record.logits), dtype)) if record.logits else {}
     return dict(embeddings=((ps, n, record.dim), dtype)) | logits | dict(done=((n,), 'uint8'))
 
-def _prepare(folder:Path, record:Record, paths:list)->None:
+def _check_files(folder:Path, images:ImageSet, begins:bool)->None:
+    "Refuse images that were replaced since the job of a folder began."
+    if isinstance(images, _Pictures): return # their pixels are part of the fingerprint
+    changed = changed_files(images, folder/'contents.npz', begins)
+    what = f'holds embeddings of other images ({first(changed)} is not what it was)'
+    require(not changed, f'folder={str(folder)!r} {what}: give another folder, or delete this one')
+
+def _prepare(folder:Path, record:Record, images:ImageSet, check_files:bool=True)->None:
     "Make the folder of a job, or check that it belongs to it."
-    if not (folder/'manifest.json').exists():
+    begins, paths = not (folder/'manifest.json').exists(), images.paths
+    if begins:
         there = first(o for o in _shapes(record) if (folder/f'{o}.npy').exists())
         require(not there, f'folder={str(folder)!r} holds {there}.npy but no manifest.json: '
                 'give another folder')
+        if check_files: _check_files(folder, images, True)
         _write(folder/'paths.json', paths)
         _Manifest(record).write(folder)
     _check_same(folder, _read_manifest(folder).record, record)
+    if check_files and not begins: _check_files(folder, images, False)
     if (folder/'done.npy').exists(): return # the last one
     for name, array in _shapes(record).items(): _make_array(folder/f'{name}.npy', *array)
 
@@ -449,7 +479,7 @@ def _open_array(path:Path, shape:tuple, dtype:str, mode:str)->np.ndarray:
     "A memory map of a file that is as large as it should be."
     todo = f'delete {path.parent} and embed again'
     try: array = np.load(path, mmap_mode='r') # 'r+' would make a file longer that is cut short
-    except (OSError, ValueError) as e:
+    except Exception as e: # numpy raises more than ValueError for a header that is none
         raise ValueError(f'{path} is missing, cut short or damaged ({e}): {todo}') from e
     require(array.shape == shape and array.dtype == dtype,
             f'{path} is {array.dtype} {array.shape} instead of {dtype} {shape}: {todo}')
@@ -496,6 +526,7 @@ class _Work:
     compile:bool=False
     save_seconds:float=5.
     progress:bool=False
+    check_files:bool=True
 
 def _refuse(found:dict, # path -> reason, of images that cannot be used
             bad:str     # 'raise' or 'skip'
@@ -662,7 +693,7 @@ def run_in(self:_Work,
     "Do the work in a folder, or find it done there."
     record, report = self.record, None
     with locked(folder) if processes.rank == 0 else nullcontext(): # nobody else writes here
-        processes.once(lambda: _prepare(folder, record, self.images.paths))
+        processes.once(lambda: _prepare(folder, record, self.images, self.check_files))
         manifest = _read_manifest(folder)
         if not manifest.complete:
             skipped, report = self.run(_Store(record, folder), processes)
@@ -685,14 +716,15 @@ def embed(model:MultiGrain,            # network
           exact:bool=True,             # resize with PIL, or faster to within one grey level
           kind:str='full', seed:int=0, # augmentation of IN-aug copies
           plain:bool=False, compile:bool=False, # see `inference_copy`
-          save_seconds:float=5., progress:bool=True # between two safe points; a bar?
+          save_seconds:float=5., progress:bool=True, # between two safe points; a bar?
+          check_files:bool=True        # with folder: refuse images that were replaced since?
          )->Embeddings:
     "Embeddings of images."
     _check_request(check_type('model', model, MultiGrain), s, logits, dtype, precision, batch_size)
     ps, images = check_ps(ps, model), as_images(images, check_choice('bad', bad, ('raise', 'skip')))
     record = _make_record(model, images, ps, s, square, logits, dtype, precision, exact, kind, seed)
     work = _Work(model, images, record, batch_size, max_pixels, workers, bad, exact, kind, seed,
-                 plain, compile, save_seconds, progress)
+                 plain, compile, save_seconds, progress, check_files)
     if folder is not None: return work.run_in(Path(folder), _join_processes())
     skipped, report = work.run(store := _Store(record), _join_processes())
     return _result(images, store, record, skipped, report)
@@ -705,6 +737,9 @@ def read_embeddings(folder # written by `embed`
     require(manifest.complete, f'folder={str(folder)!r} is not complete: '
             'call embed again with the same arguments, it goes on where it was')
     record = manifest.record
-    paths = read_json(folder/'paths.json', f'delete {folder} and embed again')
+    todo = f'delete {folder} and embed again'
+    paths = read_json(folder/'paths.json', todo, list)
+    whole = len(paths) == record.n and all(isinstance(o, str) for o in paths)
+    require(whole, f'{folder}/paths.json is damaged, it does not name {record.n} images: {todo}')
     images, store = ImageSet(record.images, paths), _Store(record, folder, 'r')
     return _result(images, store, record, manifest.skipped)

@@ -4,22 +4,25 @@
 
 # %% auto #0
 __all__ = ['Place', 'Machine', 'check_place', 'fit_machine', 'limit_threads', 'own_device', 'check_device', 'find_run',
-           'open_training', 'train_here', 'join_processes', 'end_with', 'launch', 'launch_processes', 'train',
-           'Request', 'parameter_names', 'make_request', 'parse_pairs', 'main']
+           'open_training', 'check_contents', 'train_here', 'join_processes', 'end_with', 'launch', 'launch_processes',
+           'train', 'Request', 'parameter_names', 'make_request', 'parse_pairs', 'main']
 
 # %% ../nbs/33_launch.ipynb #578f9229
-import json, os, subprocess, sys, tempfile, threading, time
+import json, os, signal, subprocess, sys, tempfile, threading, time
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 import torch, torch.distributed as dist
-from .basics import as_type, check_int, check_type, locked, nearest, require
+from fastcore.basics import first
+from .basics import as_type, brief, check_int, check_type, locked, nearest, parse_yaml, require
 from .datasets import training_sets
 from .model import check_precision
 from .recipe import Recipe, check_recipe, make_recipe, parameters
 from .runs import Run, open_run, run_folder
+from .sets import changed_files
 from .training import Learner, Process, Trainer, make_data, make_joint, views_per_part
 
 # %% ../nbs/33_launch.ipynb #dd11564b
@@ -102,11 +105,25 @@ def open_training(recipe:Recipe, # names the run
     data = {part: o.record() for part, o in zip(('train', 'val'), sets)}
     run = open_run(place.name or recipe.preset, parameters(recipe), place.out, place.resume,
                    data=data, tensorboard=place.tensorboard)
+    before = run.record.get('data')
+    known = isinstance(before, dict) and all(isinstance(before.get(o), dict) for o in data)
+    require(known, f'{run.folder}/run.json does not say what it was trained on: give another name')
     for part, now in data.items():
-        same = run.record['data'][part]['fingerprint'] == now['fingerprint']
+        same = before[part].get('fingerprint') == now['fingerprint']
         changed = f'{part} of data={recipe.data!r} has changed since; give another name'
         require(same, f'{run.folder} was trained on other images: {changed}')
     return run
+
+def check_contents(run:Run,   # just opened
+                   sets:tuple # ImageSets for training and validation
+                  )->None:
+    "Note what the images hold when a run begins; when it goes on, refuse images that were replaced."
+    begins = not any((run.folder/f'{o}.safetensors').exists() for o in ('epoch', 'step'))
+    for part, images in zip(('train', 'val'), sets):
+        changed = changed_files(images, run.folder/f'{part}.npz', begins)
+        what = f'{first(changed)} is not what it was' + f' and {len(changed) - 1} more'*(len(changed) > 1)
+        todo = 'bring back what it was, or give another name'
+        require(not changed, f'{run.folder} was trained on other images ({what}): {todo}')
 
 # %% ../nbs/33_launch.ipynb #9898b1d5
 def train_here(recipe:Recipe, place:Place, machine:Machine, process:Process=Process())->Run:
@@ -115,14 +132,14 @@ def train_here(recipe:Recipe, place:Place, machine:Machine, process:Process=Proc
     check_device(recipe, device.type)
     learner = Learner(recipe, len(sets[0].classes), process, device)
     data = make_data(recipe, sets, process, machine.workers, machine.cache)
-    first, several = process.rank == 0, process.size > 1
-    if first: run = open_training(recipe, place, sets)
+    leads, several = process.rank == 0, process.size > 1
+    if leads: check_contents(run := open_training(recipe, place, sets), sets)
     if several: dist.barrier()
-    if not first: run = open_training(recipe, replace(place, resume=True), sets) # just made
+    if not leads: run = open_training(recipe, replace(place, resume=True), sets) # just made
     trainer = Trainer(learner, data, run, machine.save_minutes, machine.progress)
-    with locked(run.folder) if first else nullcontext():
+    with locked(run.folder) if leads else nullcontext():
         trainer.fit()
-        if first: trainer.finish()
+        if leads: trainer.finish()
         if several: dist.barrier()
     return run
 
@@ -132,7 +149,8 @@ def join_processes():
     "Join the other processes that torchrun has started; which one is this?"
     size = int(os.environ.get('WORLD_SIZE', 1))
     if size == 1: yield Process(); return
-    dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')
+    hours = timedelta(hours=4) # the first one may have to read every image of a large set
+    dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo', timeout=hours)
     try: yield Process(dist.get_rank(), size)
     finally: dist.destroy_process_group()
 
@@ -145,6 +163,23 @@ def end_with(pid:int)->None:
             time.sleep(1)
     threading.Thread(target=watch, daemon=True).start()
 
+# %% ../nbs/33_launch.ipynb #2b5830fb
+def _run_launcher(command:list, # of torch's launcher
+                  folder:Path,  # where each process has noted its number
+                  **how         # of `subprocess.Popen`
+                 )->int:        # exit code
+    "Run the launcher to its end; Ctrl-C ends it and its processes, without a page of tracebacks."
+    p = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True, **how)
+    try: p.communicate()
+    except BaseException:
+        p.kill()
+        for o in folder.glob('*.pid'):
+            try: os.kill(int(o.read_text()), signal.SIGKILL)
+            except (OSError, ValueError): pass # it has ended, or was just beginning
+        p.wait()
+        raise
+    return p.returncode
+
 # %% ../nbs/33_launch.ipynb #37fbc3f6
 def launch(recipe:Recipe, place:Place, machine:Machine)->None:
     "Train in several processes of this machine, through torch's launcher."
@@ -156,11 +191,11 @@ def launch(recipe:Recipe, place:Place, machine:Machine)->None:
         (config := Path(d)/'config.json').write_text(json.dumps(given, default=str))
         threads = str(max(1, torch.get_num_threads()//n))
         told = dict(MULTIGRAIN_CALLER=str(os.getpid()), MULTIGRAIN_ERRORS=d)
-        done = subprocess.run([*command, str(config)], stdout=subprocess.DEVNULL, text=True,
-                              stderr=None if machine.progress else subprocess.PIPE,
-                              env=dict(OMP_NUM_THREADS=threads) | os.environ | told)
+        code = _run_launcher([*command, str(config)], Path(d),
+                             stderr=None if machine.progress else subprocess.PIPE,
+                             env=dict(OMP_NUM_THREADS=threads) | os.environ | told)
         said = [f'rank {o.stem}: {o.read_text()}' for o in sorted(Path(d).glob('*.error'))]
-    if done.returncode == 0: return
+    if code == 0: return
     why = '; '.join(said) or 'one of them died without a word (out of memory, or killed)'
     todo = 'Start the same command again to continue from the last state'
     raise RuntimeError(f'a training of {n} processes ended early: {why}. {todo}')
@@ -171,7 +206,7 @@ def launch_processes(recipe:Recipe, place:Place, machine:Machine)->Run:
     check_device(recipe, 'cuda' if torch.cuda.is_available() else 'cpu')
     sets = training_sets(recipe.data, recipe.bad)
     make_joint(replace(recipe, batch_norm='local'), len(sets[0].classes))
-    run = open_training(recipe, place, sets)
+    check_contents(run := open_training(recipe, place, sets), sets)
     launch(recipe, replace(place, out=str(run.folder.parent), resume=True), machine)
     return run
 
@@ -220,17 +255,15 @@ def _value(text:str):
     if text.lower() in words: return words[text.lower()]
     for read in (json.loads, float): # .5 is not JSON
         try: return read(text)
-        except ValueError: pass
+        except (ValueError, RecursionError): pass
     return text
 
 def _read_config(file:str)->dict:
     "Parameters from YAML or JSON."
-    import yaml # comes with papermill; JSON is a part of YAML
-    try: found = yaml.safe_load(Path(file).read_text())
+    try: found = parse_yaml(Path(file).read_text(encoding='utf-8'))
     except OSError as e: raise ValueError(f'config={file!r} cannot be read ({e.strerror})') from e
-    except yaml.YAMLError as e:
-        why = ' '.join(str(e).split())[:200]
-        raise ValueError(f'config={file!r} is neither YAML nor JSON ({why})') from e
+    except ValueError as e:
+        raise ValueError(f'config={file!r} is neither YAML nor JSON ({e})') from e
     require(isinstance(found, dict), f'config={file!r} must hold parameters and their values')
     return found
 
@@ -247,25 +280,30 @@ def parse_pairs(words:list, # of the command line
         given[k[2:].replace('-', '_')] = _value(v)
     if 'config' in given: given = _read_config(str(given.pop('config'))) | given
     for k in given:
-        require(k in known, f'{k} is not a parameter (did you mean {nearest(k, known)}?)')
+        what = k if isinstance(k, str) and len(k) < 100 else brief(k)
+        require(k in known, f'{what} is not a parameter (did you mean {nearest(k, known)}?)')
     return given
 
 # %% ../nbs/33_launch.ipynb #95927d4b
 def main(words:list|None=None # of the command line
         )->int:               # exit code
     "Train from the command line; an error is one sentence."
-    rank = os.environ.get('RANK', '0')
+    rank, folder = os.environ.get('RANK', '0'), os.environ.get('MULTIGRAIN_ERRORS')
     if caller := os.environ.get('MULTIGRAIN_CALLER'): end_with(int(caller))
+    if folder: (Path(folder)/f'{rank}.pid').write_text(str(os.getpid()))
     try:
         given = parse_pairs(sys.argv[1:] if words is None else words, parameter_names())
         run = train(*make_request(**given))
         if rank == '0': print(f'{run.folder}: {json.dumps(run.result)}')
         return 0
     except (ValueError, TypeError, RuntimeError, OSError) as e:
-        if folder := os.environ.get('MULTIGRAIN_ERRORS'):
-            (Path(folder)/f'{rank}.error').write_text(str(e))
+        if folder: (Path(folder)/f'{rank}.error').write_text(str(e))
         print(f'{type(e).__name__}: {e}', file=sys.__stderr__)
         return 1
+    except KeyboardInterrupt:
+        todo = 'start the same command again, it goes on from the last state'
+        print(f'interrupted: {todo}', file=sys.__stderr__)
+        return 130 # as a shell reports Ctrl-C
 
 # %% ../nbs/33_launch.ipynb #0d1678a1
 if __name__ == '__main__' and 'get_ipython' not in globals(): sys.exit(main())

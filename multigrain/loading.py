@@ -7,7 +7,7 @@ __all__ = ['Batch', 'make_batch', 'Loader', 'Decoded', 'TrainLoader', 'train_loa
            'copies_loader', 'to_device']
 
 # %% ../nbs/18_loading.ipynb #4de7b6fd
-import os, sys
+import os, re, sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -92,10 +92,20 @@ def _is_dead_worker(e:Exception)->bool:
     if str(e).startswith('Caught'): return False
     return not isinstance(e, RuntimeError) or 'DataLoader worker' in str(e)
 
+def _shortage(e:Exception)->str:
+    "What ran out for the workers, and what to do; '' if nothing did."
+    if re.search('too many (open files|files are open)|ancdata', str(e), re.IGNORECASE):
+        return 'too few files can be open at once: raise the limit with ulimit -n, or take fewer workers'
+    if not re.search('shared memory|no space left', str(e), re.IGNORECASE): return ''
+    todo = 'give it more room (docker run --shm-size=8g), take a smaller batch, or workers=0'
+    return f'/dev/shm is full: {todo}'
+
 def _fetch(batches:DataLoader, name:str):
     "The batches, or one sentence if a worker died."
     try: yield from batches
     except (RuntimeError, OSError, EOFError) as e:
+        if batches.num_workers and (why := _shortage(e)):
+            raise RuntimeError(f'workers={batches.num_workers}, loading {name}: {why}') from None
         if not batches.num_workers or not _is_dead_worker(e): raise
         why = (str(e) or type(e).__name__).splitlines()[0]
         todo = 'if memory ran out, take fewer workers or a smaller batch'

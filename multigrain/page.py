@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['STYLE', 'HEADLINE', 'png', 'results_folder', 'write_result', 'results', 'result_claims', 'summary', 'image_tag',
-           'write_page', 'claims_html', 'result_html', 'study_html', 'page', 'markdown_table', 'headline', 'html_page',
-           'check_data', 'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_study',
+           'write_page', 'table_html', 'claims_html', 'result_html', 'study_html', 'page', 'markdown_table', 'headline',
+           'html_page', 'check_data', 'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_study',
            'with_records', 'from_records', 'make_all', 'main']
 
 # %% ../nbs/62_page.ipynb #6a1de58d
-import base64, html, inspect, io, math, os, sys, time
+import base64, html, inspect, io, math, os, re, sys, time
+from html.parser import HTMLParser
 from pathlib import Path
 import torch
 from .basics import check_choice, progress, project_root, read_json, require, write_file, write_json
@@ -98,8 +99,30 @@ def image_tag(data:bytes, # PNG
 def write_page(file, title:str, body:str)->Path:
     "Write a page that needs no other file."
     head = f'<meta charset="utf-8"><title>{html.escape(title)}</title><style>{STYLE}</style>'
-    write_file(file, f'<!doctype html><html lang="en">{head}<body>{body}</body></html>'.encode())
+    text = f'<!doctype html><html lang="en">{head}<body>{body}</body></html>'
+    write_file(file, text.encode(errors='replace')) # a folder may have a name that is no text
     return Path(file)
+
+# %% ../nbs/62_page.ipynb #9cd7a1ca
+class _Table(HTMLParser):
+    "Keeps the tags of a table and the text between them."
+    def __init__(self, text:str):
+        super().__init__()
+        self.kept = []
+        self.feed(text); self.close()
+    def handle_starttag(self, tag, attrs):
+        spans = ''.join(f' {k}="{v}"' for k, v in attrs if k in ('rowspan', 'colspan') and re.fullmatch(r'\d{1,4}', v or ''))
+        if tag in _TAGS: self.kept.append(f'<{tag}{spans}>')
+    def handle_endtag(self, tag):
+        if tag in _TAGS: self.kept.append(f'</{tag}>')
+    def handle_data(self, data): self.kept.append(html.escape(data))
+
+_TAGS = 'table', 'thead', 'tbody', 'tr', 'th', 'td'
+
+def table_html(text:str # made by pandas
+              )->str:
+    "A stored table, and nothing but a table."
+    return ''.join(_Table(text).kept)
 
 # %% ../nbs/62_page.ipynb #ffa04d6b
 def claims_html(claims:list # of `Claim`
@@ -114,10 +137,11 @@ def claims_html(claims:list # of `Claim`
 def result_html(result:dict, folder:Path)->str:
     "One table or figure on the page."
     title, note = html.escape(result['title']), html.escape(result['note'])
-    picture = result['picture'] and image_tag((folder/result['picture']).read_bytes(), result['title'])
+    file = folder/Path(result['picture']).name # in the folder, whatever it says
+    picture = image_tag(file.read_bytes(), result['title']) if result['picture'] else ''
     about = f'<small>{html.escape(result["reference"])}; made {html.escape(result["made"])}</small>'
     return (f'<h2 id="{html.escape(result["name"])}">{title}</h2><p>{about}</p>'
-            f'{claims_html(result_claims(result))}<p>{note}</p>{picture}{result["table"]}')
+            f'{claims_html(result_claims(result))}<p>{note}</p>{picture}{table_html(result["table"])}')
 
 # %% ../nbs/62_page.ipynb #74c8663f
 _DRAWN = 'the embedded synthetic world: drawn images, short training, small networks. It shows that everything runs'
@@ -132,8 +156,8 @@ def study_html(study:str, # name
     data = _DRAWN if is_drawn(found[0]['data']) else found[0]['data']
     items = ''.join(f'<li><a href="#{html.escape(study + o["name"])}">{html.escape(o["title"])}</a> '
                     f'({html.escape(o["reference"].split(",")[0])})</li>' for o in found)
-    verdicts = ', '.join(f'{n} {k}' for k, n in counts.items()) or 'none'
-    head = (f'<h1>{html.escape(study)}</h1><p>Up to {found[0]["seeds"]} seeds an arm, on {html.escape(data)}. '
+    verdicts = html.escape(', '.join(f'{n} {k}' for k, n in counts.items()) or 'none')
+    head = (f'<h1>{html.escape(study)}</h1><p>Up to {int(found[0]["seeds"])} seeds an arm, on {html.escape(data)}. '
             f'Verdicts: {verdicts}.</p><ol>{items}</ol>')
     return head + ''.join(f'<div id="{html.escape(study + o["name"])}">{result_html(o, folder)}</div>' for o in found)
 
@@ -318,6 +342,9 @@ def main(words:list|None=None # of the command line
     except (ValueError, TypeError, RuntimeError, OSError) as e:
         print(f'{type(e).__name__}: {e}', file=sys.__stderr__)
         return 1
+    except KeyboardInterrupt:
+        print('interrupted: start the same command again, it goes on with what is missing', file=sys.__stderr__)
+        return 130 # as a shell reports Ctrl-C
 
 # %% ../nbs/62_page.ipynb #31b9e18d
 if __name__ == '__main__' and 'get_ipython' not in globals(): sys.exit(main())

@@ -117,7 +117,7 @@ def pair(a:Seen, b:Seen,         # made by `see`
 # %% ../nbs/51_panels.ipynb #eeccdeee
 def _draw(ax, panel:Panel, overlay:float):
     "One panel of a figure; of a map, what its colour bar belongs to."
-    ax.set_title(f'{panel.title}\n{panel.note}', fontsize=8)
+    ax.set_title(f'{panel.title}\n{panel.note}', fontsize=8, parse_math=False) # a class may be called $a_$
     ax.set_xticks([]); ax.set_yticks([])
     if not panel.colours: ax.imshow(panel.values); return None
     place = dict(extent=(0, panel.aspect, 1, 0))
@@ -143,7 +143,7 @@ def draw_figure(some:list[Panel],
         if image is None or after and after.joined: continue # no bar, or one bar for both
         bar = fig.colorbar(image, ax=group, location='bottom', shrink=.9, pad=.02)
         bar.set_label(o.unit, fontsize=8)
-    if title: fig.suptitle(title, fontsize=10)
+    if title: fig.suptitle(title, fontsize=10, parse_math=False)
     plt.close(fig) # a notebook would show it twice
     return fig
 

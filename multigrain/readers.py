@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from fastcore.basics import first
 from fastcore.meta import delegates
-from .basics import check_choice, check_int, plural, require
+from .basics import brief, check_choice, check_int, parse_yaml, plural, require
 from .sets import ImageSet, Listing, combine_notes, index_set, list_images
 
 # %% ../nbs/13_readers.ipynb #e81a9e83
@@ -380,8 +380,7 @@ def caltech101(root,                  # folder that holds caltech101/101_ObjectC
 def _load_mapping(path, text:str):
     "What a JSON or YAML file holds."
     if Path(path).suffix.lower() == '.json': return json.loads(text)
-    import yaml
-    return yaml.safe_load(text)
+    return parse_yaml(text)
 
 def read_rotations(path # YAML or JSON: file name -> degrees clockwise
                   )->dict: # the same, checked
@@ -395,7 +394,7 @@ def read_rotations(path # YAML or JSON: file name -> degrees clockwise
     kind = type(turns).__name__
     require(isinstance(turns, dict), f'{file} must map names to degrees, but holds a {kind}')
     odd = [k for k, v in turns.items() if isinstance(v, bool) or v not in (0, 90, 180, 270)]
-    require(not odd, f'{file} turns {first(odd)} by {turns.get(first(odd))!r}: '
+    require(not odd, f'{file} turns {brief(first(odd))} by {brief(turns.get(first(odd)))}: '
             'only 0, 90, 180 and 270 degrees clockwise are known')
     return {str(name): turn for name, turn in turns.items()}
 

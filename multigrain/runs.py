@@ -7,15 +7,15 @@ __all__ = ['BadState', 'save_state', 'load_state', 'run_hash', 'runs_root', 'git
            'open_run', 'keep_notebook', 'complete_runs', 'list_runs', 'cached', 'mean_interval', 'compare']
 
 # %% ../nbs/30_runs.ipynb #f8593581
-import hashlib, json, os, platform, subprocess, time
+import hashlib, json, os, platform, subprocess, time, warnings
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 import torch
 from fastcore.basics import patch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from .basics import find_root, read_json, require, write_file, write_json
+from .basics import check_type, find_root, read_json, require, write_file, write_json
+from .model import read_tensors, tensors_digest
 
 # %% ../nbs/30_runs.ipynb #9d751cd0
 class BadState(ValueError):
@@ -27,18 +27,31 @@ def save_state(path,         # file
               )->None:
     "Atomic write of tensors and JSON into one safetensors file."
     tensors = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-    write_file(path, save(tensors, metadata=dict(info=json.dumps(info))))
+    header = dict(info=json.dumps(info))
+    header['sha256'] = tensors_digest(header['info'], tensors)
+    write_file(path, save(tensors, metadata=header))
 
+def _check_state(tensors:dict, header:dict, path)->dict: # info
+    "The JSON of a state that is what it was when it was written."
+    require(header.keys() - {'sha256'} == {'info'}, 'its header is another one')
+    if 'sha256' not in header:
+        warnings.warn(f'{path} was written by an earlier version, without a checksum: it is used as it is')
+    elif header['sha256'] != tensors_digest(header['info'], tensors):
+        raise ValueError('its content does not have the checksum in its header')
+    return check_type('info', json.loads(header['info']), dict)
+
+# %% ../nbs/30_runs.ipynb #f695cfa1
 def load_state(path    # file
               )->tuple: # (tensors, info)
     "Read what `save_state` wrote; no code in the file is executed."
     try:
-        with safe_open(path, 'pt') as f:
-            return {k: f.get_tensor(k) for k in f.keys()}, json.loads(f.metadata()['info'])
+        tensors, header = read_tensors(path)
+        return tensors, _check_state(tensors, header, path)
     except FileNotFoundError as e: raise BadState(f'{path} does not exist') from e
-    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as e:
+    except (TypeError, ValueError, RecursionError) as e:
+        why = str(e).removeprefix(f'{path} ')
         todo = 'delete it to go on without it'
-        raise BadState(f'{path} is damaged or was not written by save_state ({e}): {todo}') from e
+        raise BadState(f'{path} is damaged or was not written by save_state ({why}): {todo}') from e
 
 # %% ../nbs/30_runs.ipynb #2e03f867
 def run_hash(parameters:dict # that change the result
@@ -90,14 +103,17 @@ class Run:
         "What `run.json` says."
         file = self.folder/'run.json'
         require(file.exists(), f'{self.folder} is not a run: it holds no run.json')
-        return read_json(file, 'delete the folder, or bring the file back')
+        found = read_json(file, todo := 'delete the folder, or bring the file back', dict)
+        whole = all(isinstance(found.get(k, {}), dict) for k in ('parameters', 'result'))
+        require(whole and 'parameters' in found, f'{file} is damaged (it has no parameters): {todo}')
+        return found
     def note(self, **more)->None:
         "Add to `run.json`."
         write_json(self.folder/'run.json', self.record | more)
     @property
     def parameters(self)->dict: return self.record['parameters']
     @property
-    def complete(self)->bool: return self.record['complete']
+    def complete(self)->bool: return self.record.get('complete') is True
     @property
     def result(self)->dict: return self.record.get('result', {})
 
@@ -107,11 +123,25 @@ def write_lines(self:Run, name:str, lines:list)->None:
     "Write one of the `.jsonl` files, all of it."
     write_file(self.folder/name, ''.join(json.dumps(o) + '\n' for o in lines).encode())
 
+def _parse_line(text:bytes)->dict|None:
+    "A line of a `.jsonl` file; None if it is damaged."
+    try: found = json.loads(text)
+    except (ValueError, RecursionError): return None
+    return found if isinstance(found, dict) else None
+
 @patch
-def lines(self:Run, name:str)->list:
+def lines(self:Run,
+          name:str,          # of the file
+          damaged:str='raise'# a damaged line: 'raise', or 'skip' it
+         )->list:            # of dictionaries
     "Read one of the `.jsonl` files; [] if it is not there."
     file = self.folder/name
-    return [json.loads(o) for o in file.read_text().splitlines()] if file.exists() else []
+    found = [_parse_line(o) for o in file.read_bytes().splitlines()] if file.exists() else []
+    whole = [o for o in found if o is not None]
+    todo = 'delete it; a training that goes on writes it again'
+    ok = damaged == 'skip' or len(whole) == len(found)
+    require(ok, f'{file} is damaged in {len(found) - len(whole)} of {len(found)} lines: {todo}')
+    return whole
 
 @patch(as_prop=True)
 def metrics(self:Run):
@@ -176,7 +206,7 @@ def complete_runs(root=None # of the store; `runs_root()` if not given
     for file in (Path(root) if root else runs_root()).glob('*/run.json'):
         try: record = (run := Run(file.parent)).record
         except ValueError: continue
-        if record.get('complete'): found.append((record.get('finished', ''), run.folder.name, run))
+        if record.get('complete') is True: found.append((str(record.get('finished', '')), run.folder.name, run))
     return [run for _, _, run in sorted(found, key=lambda o: o[:2])]
 
 def list_runs(root=None # of the store; `runs_root()` if not given
@@ -184,7 +214,7 @@ def list_runs(root=None # of the store; `runs_root()` if not given
     "All runs of a store: folder, state, parameters, result."
     import pandas as pd
     def row(run, r):
-        about = dict(run=run.folder.name, complete=r['complete'], started=r['started'])
+        about = dict(run=run.folder.name, complete=run.complete, started=r.get('started', ''))
         return about | r['parameters'] | r.get('result', {})
     files = sorted((Path(root) if root else runs_root()).glob('*/run.json'))
     return pd.DataFrame([row(run := Run(o.parent), run.record) for o in files])
@@ -197,7 +227,7 @@ def cached(folder,   # of a run
           ):         # the value
     "A value that was computed before, or is computed now and kept."
     file = Path(folder)/f'{name}.json'
-    known = read_json(file) if file.exists() else {}
+    known = read_json(file, kind=dict) if file.exists() else {}
     if key not in known: write_json(file, known := known | {key: compute()})
     return known[key]
 

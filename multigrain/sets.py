@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['ImageSet', 'combine_notes', 'join', 'Listing', 'list_images', 'content_hash', 'file_stamp', 'index_files',
-           'duplicates', 'index_set']
+           'duplicates', 'index_set', 'Contents', 'read_contents', 'changed_files']
 
 # %% ../nbs/12_sets.ipynb #f0e3603c
-import hashlib, json, os, warnings, zipfile, zlib
+import hashlib, io, json, os, stat, warnings, zipfile, zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np, torch
 from fastcore.basics import first, patch
 from torch import Tensor
-from .basics import atomic_write, check_choice, plural, progress, require
+from .basics import atomic_write, check_choice, plural, progress, require, write_file
 from .image import EXTENSIONS, MAX_PIXELS, MIN_SIDE, BadImage
 from .image import check_size, load_image, open_file, read_header
 
@@ -206,6 +206,11 @@ class Listing(NamedTuple):
 _OTHER = '.heic .heif .dng .cr2 .cr3 .nef .arw .raf .orf .rw2 .psd .svg .jxl .eps'.split()
 
 # %% ../nbs/12_sets.ipynb #c3ca9f5d
+def _is_folder(entry:os.DirEntry)->bool:
+    "A folder, or a link to one?"
+    try: return entry.is_dir()
+    except OSError: return False # a link that leads to itself
+
 def list_images(root # folder
                )->Listing:
     "All images below a folder, and what stood in the way."
@@ -216,7 +221,7 @@ def list_images(root # folder
         place = os.path.join(root, here)
         if (real := os.path.realpath(place)) in seen: continue # a link back to where we were
         seen.add(real)
-        try: entries = [(e.name, e.is_dir()) for e in os.scandir(place) if e.name[0] != '.']
+        try: entries = [(e.name, _is_folder(e)) for e in os.scandir(place) if e.name[0] != '.']
         except OSError as e: unreadable.append(f'{here or "."} ({e.strerror})'); continue
         for o, is_folder in entries:
             name, ending = here + o, os.path.splitext(o)[1].lower()
@@ -232,8 +237,11 @@ _ROW = np.dtype([('bytes', 'i8'), ('time', 'i8'), ('height', 'i4'), ('width', 'i
 def content_hash(path # of a file
                 )->str: # 32 hexadecimal digits
     "A hash of the content of a file (BLAKE2b, 128 bits)."
+    def refuse(why): return BadImage(path, f'cannot be read ({why}): check it and its disk')
     with open_file(path) as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        require(stat.S_ISREG(os.fstat(file.fileno()).st_mode), 'it is no plain file', refuse)
+        try: return hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+        except OSError as e: raise refuse(e.strerror) from e
 
 def _index_row(path, hashes:bool, limits:tuple)->tuple:
     "Height, width, orientation, animated, hash, and the reason if the file cannot be used."
@@ -296,7 +304,7 @@ def _in_threads(f, items:list, workers:int, title:str='')->list:
 
 # %% ../nbs/12_sets.ipynb #619b9f9d
 def _unchanged(names:list, rows:np.ndarray, old_names:list, old:np.ndarray,
-               hashes:bool, limits:tuple)->tuple:
+               limits:tuple)->tuple:
     "Which rows can be taken over from an older index, and from where."
     where = dict(zip(old_names, range(len(old))))
     at = np.array([where.get(o, -1) for o in names], int)
@@ -306,15 +314,21 @@ def _unchanged(names:list, rows:np.ndarray, old_names:list, old:np.ndarray,
     fits = (sides.min(0) >= max(limits[0], 1)) & (sides.prod(0) <= limits[1])
     # a bad file has height 0, does not fit, and so is looked at again: it may have been mended
     same[same] = (o['bytes'] == new['bytes']) & (o['time'] == new['time']) & fits
-    if hashes: same[same] &= old['hash'][at[same]] != b''
     return same, at[same]
 
 # %% ../nbs/12_sets.ipynb #b9b26cfd
+def _tell_hidden(paths:list, before:np.ndarray, now:np.ndarray)->None:
+    "Say which files have another hash than before, though their size and time are the same."
+    hidden = np.flatnonzero((before != b'') & (now != b'') & (before != now))
+    if not len(hidden): return
+    what = f'{plural(len(hidden), "file")} of the same size and time as before with another content'
+    warnings.warn(f'{what}, the first is {paths[hidden[0]]}')
+
 def index_files(root,              # folder
                 names:list,        # files, relative to it
                 name:str='',       # of the set: each has its own cache
                 cache=None,        # folder of the cache, None: see above, False: none
-                hashes:bool=False, # content hashes, too?
+                hashes:bool=False, # content hashes, too? They read every byte
                 limits:tuple=(MIN_SIDE, MAX_PIXELS), # see `load_image`
                 workers:int=8      # threads
                )->tuple:           # rows, and {number of a file that cannot be used: why}
@@ -323,11 +337,13 @@ def index_files(root,              # folder
     rows = np.zeros(len(names), _ROW)
     if len(names): rows['bytes'], rows['time'] = np.array(_in_threads(file_stamp, paths, workers)).T
     old_names, old = _read_cache(file)
-    same, at = _unchanged(names, rows, old_names, old, hashes, limits)
-    rows[same], todo = old[at], np.flatnonzero(~same)
+    same, at = _unchanged(names, rows, old_names, old, limits)
+    rows[same], todo = old[at], np.flatnonzero(~same | hashes)
+    before = rows['hash'].copy()
     def read(i): return _index_row(paths[i], hashes, limits)
     fresh = _in_threads(read, todo.tolist(), workers, f'Reading headers of {name or root}')
     for k, values in zip(_ROW.names[2:], zip(*fresh)): rows[k][todo] = values
+    _tell_hidden(paths, before, rows['hash'])
     if file and (len(todo) or len(old) != len(rows)): _write_cache(file, names, rows)
     return rows, {int(i): row[-1] for i, row in zip(todo, fresh) if row[-1]}
 
@@ -430,3 +446,58 @@ def _looked_at(images:ImageSet,     # just indexed
         images = _say(images, f'only the first frame of {n} is used, the first is {first}')
     if why: images = _handle_bad(images, {images.paths[i]: o for i, o in why.items()}, bad)
     return images if apart_from is None else _handle_duplicates(images, apart_from)
+
+# %% ../nbs/12_sets.ipynb #bb27c2f3
+class Contents(NamedTuple):
+    "When the files of a set were changed last, and what they held."
+    times:np.ndarray  # (n,), nanoseconds
+    hashes:np.ndarray # (n,), content hashes, b'' where a file could not be read
+
+def _hash_or_nothing(path)->str:
+    try: return content_hash(path)
+    except BadImage: return ''
+
+def read_contents(images:ImageSet,     # set of files
+                  known:Contents=None, # of an earlier time
+                  workers:int=8        # threads
+                 )->Contents:
+    "Times and content hashes of a set; files are read where the known time is not theirs."
+    times = np.array(_in_threads(lambda o: file_stamp(o)[1], images.paths, workers), np.int64)
+    hashes = images.hashes.astype('S32') # there where the set was read with hashes=True
+    if known: hashes = np.where((hashes == b'') & (times == known.times), known.hashes, hashes)
+    todo = list(dict.fromkeys(images.paths[i] for i in np.flatnonzero(hashes == b'')))
+    fresh = dict(zip(todo, _in_threads(_hash_or_nothing, todo, workers, f'Hashing {images.name}')))
+    new = np.array([fresh.get(o, '') for o in images.paths], 'S32')
+    return Contents(times, np.where(hashes == b'', new, hashes))
+
+# %% ../nbs/12_sets.ipynb #4df3d0a5
+def _load_contents(file:Path, n:int)->Contents|None:
+    "The contents that were noted for n files; None where there are none, or a damaged file."
+    try:
+        with open(file, 'rb') as f, np.load(f, allow_pickle=False) as z:
+            found = Contents(z['times'], z['hashes'])
+    except Exception: return None # it was never written, or what zip and numpy raise
+    fits = found.times.shape == found.hashes.shape == (n,)
+    return found if fits and found.hashes.dtype == 'S32' and found.times.dtype == 'i8' else None
+
+def _save_contents(file:Path, contents:Contents)->None:
+    np.savez(buffer := io.BytesIO(), **contents._asdict())
+    write_file(file, buffer.getvalue())
+
+# %% ../nbs/12_sets.ipynb #01b3a398
+def changed_files(images:ImageSet, # as it is now
+                  file,            # where its contents are noted
+                  first:bool       # does the job begin only now? Then nothing has changed since
+                 )->list:          # of paths
+    "Files that no longer hold what was noted; the first time, what they hold is noted."
+    if images.pixels is not None: return [] # part of the fingerprint
+    known = _load_contents(file := Path(file), len(images))
+    if known is None and not first:
+        why = 'is damaged' if file.exists() else 'is not there (earlier versions did not write it)'
+        warnings.warn(f'{file} {why}: whether the images of {images.name} are those of the first '
+                      'time cannot be checked; from now on it can')
+    now = read_contents(images, known)
+    other = known is None or (known.hashes != now.hashes)
+    changed = np.flatnonzero(other & (known.hashes != b'')) if known and not first else []
+    if not len(changed) and (np.any(other) or (known.times != now.times).any()): _save_contents(file, now)
+    return [images.paths[i] for i in changed]

@@ -9,7 +9,7 @@ __all__ = ['lr_factor', 'rate_factor', 'parameter_groups', 'step_seed', 'own_str
            'pair_metrics', 'epoch_metrics', 'Trainer', 'Timing', 'epoch_text']
 
 # %% ../nbs/32_training.ipynb #92cd1c7d
-import math, os, runpy, sys, time
+import math, os, runpy, sys, time, warnings
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -280,13 +280,29 @@ def set_state(self:Learner, tensors:dict)->None:
         self.scaler.load_state_dict({k: kinds[k](v) for k, v in scale.items()})
 
 # %% ../nbs/32_training.ipynb #a88ae78f
+def _read_states(run:Run # of the store
+                )->tuple: # of (tensors, info); errors of those that cannot be used
+    "The states of a run."
+    states, damaged = [], []
+    for file in (run.folder/f'{o}.safetensors' for o in ('epoch', 'step')):
+        if not file.exists(): continue
+        try:
+            tensors, info = load_state(file)
+            known = all(type(info.get(k)) is int for k in ('epoch', 'step', 'world_size'))
+            require(known, f'{file} is no state of a training: delete it to go on without it', BadState)
+            states.append((tensors, info))
+        except BadState as e: damaged.append(e)
+    return states, damaged
+
 def latest_state(run:Run,      # of the store
                  processes:int # number of processes now
                 )->tuple|None: # (tensors, info); None: there is none
     "The state from which a run continues."
-    files = [run.folder/f'{o}.safetensors' for o in ('epoch', 'step')]
-    states = [load_state(o) for o in files if o.exists()]
+    states, damaged = _read_states(run)
     fitting = [o for o in states if o[1]['step'] == 0 or o[1]['world_size'] == processes]
+    if damaged and not fitting: raise damaged[0]
+    for e in damaged:
+        warnings.warn(f'{str(e).rpartition(":")[0]}: the run goes on from its other state')
     return max(fitting, key=lambda o: (o[1]['epoch'], o[1]['step']), default=None)
 
 # %% ../nbs/32_training.ipynb #8cef749b
@@ -433,7 +449,9 @@ def save(self:Trainer, name:str)->None:
 @patch
 def resume(self:Trainer)->None:
     "Continue from the last state, if there is one."
-    if (found := latest_state(self.run, self.process.size)) is None: return
+    with nullcontext() if self.first else warnings.catch_warnings(action='ignore'): # told once
+        found = latest_state(self.run, self.process.size)
+    if found is None: return
     tensors, info = found
     self.learner.set_state(tensors)
     self.epoch, self.steps_done = info['epoch'], info['step']
@@ -517,7 +535,8 @@ def epoch_text(recipe:Recipe, line:dict, timing:Timing)->str:
 def after_epoch(self:Trainer, line:dict, timing:Timing)->None:
     "Write what is not part of the state."
     run = self.run
-    earlier = [o for o in run.lines('timing.jsonl') if o['epoch'] < timing.epoch]
+    def is_earlier(o): return type(o.get('epoch')) is int and o['epoch'] < timing.epoch
+    earlier = [o for o in run.lines('timing.jsonl', 'skip') if is_earlier(o)] # damage is no matter
     run.write_lines('timing.jsonl', earlier + [timing._asdict()])
     (run.folder/'step.safetensors').unlink(missing_ok=True)
     if run.record.get('tensorboard'):
