@@ -7,7 +7,7 @@ __all__ = ['EXTENSIONS', 'DECODE_BYTES', 'MIN_SIDE', 'MAX_PIXELS', 'BadImage', '
            'check_size', 'load_image']
 
 # %% ../nbs/10_image.ipynb #ebcc6de8
-import errno, io, os, struct, threading
+import errno, os, struct, threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple

@@ -111,7 +111,8 @@ class _Table(HTMLParser):
         self.kept = []
         self.feed(text); self.close()
     def handle_starttag(self, tag, attrs):
-        spans = ''.join(f' {k}="{v}"' for k, v in attrs if k in ('rowspan', 'colspan') and re.fullmatch(r'\d{1,4}', v or ''))
+        spans = [(k, v) for k, v in attrs if k in ('rowspan', 'colspan') and re.fullmatch(r'\d{1,4}', v or '')]
+        spans = ''.join(f' {k}="{v}"' for k, v in spans)
         if tag in _TAGS: self.kept.append(f'<{tag}{spans}>')
     def handle_endtag(self, tag):
         if tag in _TAGS: self.kept.append(f'</{tag}>')

