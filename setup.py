@@ -16,7 +16,7 @@ setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'],
     long_description=(here/'README.md').read_text(encoding='utf-8'), long_description_content_type='text/markdown',
     author=cfg['author'], keywords=cfg['keywords'], license='Apache-2.0', license_files=['LICENSE'],
-    packages=find_packages(include=['multigrain', 'multigrain.*']), package_data={'multigrain': ['py.typed']},
+    packages=find_packages(include=['multigrain', 'multigrain.*']), package_data={'multigrain': ['py.typed', 'photos.json']},
     python_requires=f">={cfg['min_python']}",
     install_requires=lines('requirements'), extras_require=extras,
     classifiers=['Development Status :: 3 - Alpha', 'Intended Audience :: Science/Research',

