@@ -10,7 +10,8 @@ cfg = ini['DEFAULT']
 
 def lines(key): return [o for o in cfg.get(key, '').splitlines() if o.strip()]
 
-extras = {o: lines(f'{o}_requirements') for o in ('dev', 'lite0', 'photos', 'networks', 'timm', 'bench', 'docs')}
+names = 'dev', 'lite0', 'photos', 'networks', 'timm', 'bench', 'map', 'parquet', 'milvus', 'runtime', 'docs'
+extras = {o: lines(f'{o}_requirements') for o in names}
 
 setup(
     name=cfg['lib_name'], version=cfg['version'], description=cfg['description'],

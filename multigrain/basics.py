@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['PLAIN', 'nearest', 'require', 'brief', 'check_int', 'check_number', 'check_choice', 'check_type', 'as_type',
-           'check_file_name', 'plural', 'atomic_write', 'write_file', 'write_json', 'read_json', 'parse_yaml', 'locked',
-           'find_root', 'project_root', 'progress']
+           'check_file_name', 'plural', 'is_confined', 'open_to_all', 'confined', 'can_open', 'atomic_write',
+           'write_file', 'write_json', 'read_json', 'parse_yaml', 'locked', 'find_root', 'project_root',
+           'progress_file', 'progress']
 
 # %% ../nbs/00_basics.ipynb #0c53e8af
-import difflib, json, math, os, reprlib, secrets, sys
+import builtins, difflib, errno, json, math, os, reprlib, secrets, sys
 from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
@@ -125,6 +126,33 @@ def plural(n:int,      # how many
     "A number with its noun."
     return f'{n} {one if n == 1 else many or one + "s"}'
 
+# %% ../nbs/00_basics.ipynb #d123c994
+_comes_along = set() # real paths of what everybody may open
+
+def is_confined()->bool:
+    "May only the folders of `MULTIGRAIN_ONLY` be opened?"
+    return bool(os.environ.get('MULTIGRAIN_ONLY'))
+
+def open_to_all(path)->None: # file or folder
+    "Of what comes with the program, such as the photographs of a package, nothing is hidden."
+    _comes_along.add(os.path.realpath(path))
+
+def confined(path   # of a file or a folder
+            )->str: # the real one, if there is something to confine
+    "A path that may be opened; for all others a `FileNotFoundError`, be they there or not."
+    if not is_confined(): return path
+    only = filter(None, os.environ['MULTIGRAIN_ONLY'].split(os.pathsep))
+    try: real = os.path.realpath(path)
+    except ValueError: real = '' # a name with a zero in it
+    for o in (*map(os.path.realpath, only), *_comes_along):
+        if real == o or real.startswith(o.rstrip(os.sep) + os.sep): return real
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+def can_open(path)->bool:
+    "Is there a file or a folder that may be opened?"
+    try: return os.path.exists(confined(path))
+    except OSError: return False
+
 # %% ../nbs/00_basics.ipynb #d5392618
 @contextmanager
 def atomic_write(path # file to write; folders are made
@@ -165,7 +193,7 @@ def read_json(path,                                # of the file
               kind=object                          # class that it must hold: dict or list
              ):
     "What a JSON file holds, or one sentence that names it."
-    try: found = json.loads(Path(path).read_text(encoding='utf-8'))
+    try: found = json.loads(Path(confined(path)).read_text(encoding='utf-8'))
     except FileNotFoundError as e: raise ValueError(f'{path} does not exist') from e
     except (OSError, ValueError, RecursionError) as e: raise ValueError(f'{path} is damaged ({e}): {todo}') from e
     what = f'it must hold {PLAIN.get(kind)}, not {PLAIN[type(found)]}'
@@ -225,6 +253,11 @@ def project_root()->Path:
     require(root, 'this needs the files of the project: run it inside a checkout of multigrain')
     return root
 
+# %% ../nbs/00_basics.ipynb #aaecbfc2
+def progress_file(): # a stream
+    "Where progress is written, epoch by epoch or bar by bar."
+    return sys.__stdout__ if hasattr(builtins, '__IPYTHON__') else sys.__stderr__
+
 # %% ../nbs/00_basics.ipynb #a2c9655a
 def progress(items=None,        # to go through; None: call `update` by hand
              desc:str='',       # what is going on
@@ -235,7 +268,8 @@ def progress(items=None,        # to go through; None: call `update` by hand
              initial:int=0,     # done before
              scale:bool=False   # thousands as k, millions as M?
             ):                  # tqdm bar
-    "A progress bar with the time left; a context manager, too."
+    "A progress bar with the time left; a context manager, too. A notebook does not keep it."
     from tqdm import tqdm
+    file = progress_file()
     return tqdm(items, desc=desc, total=total, unit=unit, unit_scale=scale, initial=initial, delay=delay,
-                mininterval=1, file=sys.__stderr__, disable=not show)
+                mininterval=1, file=file, leave=file is sys.__stderr__, disable=not show)

@@ -270,7 +270,7 @@ def _network(model)->tuple: # model, names of its classes
     "The network of a scene."
     if isinstance(model, MultiGrain): return model, class_names(model)
     opened = open_model(model)
-    return opened.model, class_names(opened.model, opened.data)
+    return opened.model, class_names(opened.model, opened.data, opened.classes)
 
 # %% ../nbs/50_heatmap.ipynb #a3cf3048
 def see(scene:Scene=Scene(), # what to look at

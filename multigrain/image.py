@@ -7,14 +7,14 @@ __all__ = ['EXTENSIONS', 'DECODE_BYTES', 'MIN_SIDE', 'MAX_PIXELS', 'BadImage', '
            'check_size', 'load_image']
 
 # %% ../nbs/10_image.ipynb #ebcc6de8
-import errno, os, struct, threading
+import ctypes, errno, os, re, struct, threading
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple
 import numpy as np, torch
 from torch import Tensor
 from PIL import Image
-from .basics import check_int, require
+from .basics import check_int, confined, is_confined, require
 try: import simplejpeg # optional: the same pixels as Pillow's, sooner
 except ImportError: simplejpeg = None
 
@@ -25,6 +25,7 @@ class BadImage(ValueError):
                  path,      # of the file
                  reason:str # goes on after the path, as in `is empty`
                 ):
+        if is_confined(): reason = re.split(r' \(|: ', reason)[0] # no byte of a file, no advice to its owner
         self.path, self.reason = str(path), reason
         super().__init__(self.path, reason)
     def __str__(self): return f'{self.path} {self.reason}'
@@ -161,7 +162,7 @@ def _open_at_once(path, flags): return os.open(path, flags | getattr(os, 'O_NONB
 def open_file(path # of any file
              ):    # open for reading, unbuffered
     "Open a file without ever waiting for it, or raise `BadImage`."
-    try: return open(path, 'rb', buffering=0, opener=_open_at_once)
+    try: return open(confined(path), 'rb', buffering=0, opener=_open_at_once)
     except (OSError, ValueError) as e: # the second for a name with a zero in it
         code = getattr(e, 'errno', None)
         todo = 'raise the limit with ulimit -n, or take fewer workers'
@@ -273,6 +274,11 @@ class _Budget:
         finally:
             with self.free: self.used -= n; self.free.notify_all()
 
+def _trim()->None:
+    "Give freed memory back: the allocator of Linux keeps it, for every thread that had some."
+    try: ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError, TypeError): pass # another system, another allocator
+
 _MEMORY = _Budget(DECODE_BYTES)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_MEMORY.reset) # its own budget
 
@@ -300,6 +306,7 @@ def _decode(file,          # open file
     with _MEMORY.take(need) if need > DECODE_BYTES/100 else nullcontext():
         content = _whole(file, header, path) if header.kind in _MARKED else b''
         if (pixels := _fast_rgb(content, header)) is None: pixels = _pillow_rgb(file, header, path)
+        if need > DECODE_BYTES/10: _trim()
     return torch.from_numpy(pixels).permute(2, 0, 1)
 
 # %% ../nbs/10_image.ipynb #a6c93376

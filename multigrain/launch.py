@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Place', 'Machine', 'check_place', 'fit_machine', 'limit_threads', 'own_device', 'check_device', 'find_run',
-           'open_training', 'check_contents', 'train_here', 'join_processes', 'end_with', 'launch', 'launch_processes',
-           'train', 'Request', 'parameter_names', 'make_request', 'parse_pairs', 'main']
+           'open_training', 'check_contents', 'read_sets', 'note_computed', 'train_here', 'join_processes', 'end_with',
+           'launch', 'launch_processes', 'train', 'Request', 'parameter_names', 'make_request', 'parse_pairs', 'main']
 
 # %% ../nbs/33_launch.ipynb #578f9229
 import json, os, signal, subprocess, sys, tempfile, threading, time
@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import NamedTuple
 import torch, torch.distributed as dist
 from fastcore.basics import first
-from .basics import as_type, brief, check_int, check_type, locked, nearest, parse_yaml, require
-from .datasets import training_sets
+from .basics import (as_type, brief, check_int, check_type, locked, nearest, parse_yaml,
+                               require)
+from .datasets import class_folders, known_classes, training_sets
 from .model import check_precision
-from .recipe import Recipe, check_recipe, make_recipe, parameters
+from .recipe import OF_MACHINE, Recipe, check_recipe, fit_recipe, make_recipe, parameters
 from .runs import Run, open_run, run_folder
 from .sets import changed_files
-from .training import Learner, Process, Trainer, make_data, make_joint, views_per_part
+from .training import (Learner, Process, Trainer, make_data, make_joint, parts_per_step,
+                                 views_per_part)
 
 # %% ../nbs/33_launch.ipynb #dd11564b
 @dataclass(frozen=True)
@@ -55,11 +57,12 @@ def check_place(place:Place)->None:
 
 # %% ../nbs/33_launch.ipynb #b84be935
 def fit_machine(machine:Machine, # as given
-                preset:str       # smoke, mini or paper
+                preset:str       # smoke, mini, finetune or paper
                )->Machine:       # checked, with workers and threads where the preset has its own
     "What the preset takes of the machine where nothing else is asked for."
     two = (os.cpu_count() or 1) > 1
-    workers, threads = dict(smoke=(0, 1), mini=(int(two), 1), paper=(4, None))[preset]
+    workers, threads = dict(smoke=(0, 1), mini=(int(two), 1), paper=(4, None),
+                            finetune=(int(two), os.cpu_count()))[preset]
     usual = dict(workers=workers, threads=threads)
     m = replace(machine, **{k: v for k, v in usual.items() if getattr(machine, k) is None})
     for name, low in dict(processes=1, workers=0, threads=1).items():
@@ -125,19 +128,36 @@ def check_contents(run:Run,   # just opened
         todo = 'bring back what it was, or give another name'
         require(not changed, f'{run.folder} was trained on other images ({what}): {todo}')
 
+# %% ../nbs/33_launch.ipynb #68bfb62a
+def read_sets(recipe:Recipe, place:Place)->tuple: # ImageSets for training and validation
+    "The images of a training, with their classes in the order of the run, if it is there."
+    run, classes = find_run(recipe, place), None
+    if (run.folder/'run.json').exists(): classes = known_classes(run.record)
+    same = classes and {*classes} == {*class_folders(recipe.data)} # other folders: other images
+    return training_sets(recipe.data, recipe.bad, classes if same else None)
+
+# %% ../nbs/33_launch.ipynb #00da126e
+def note_computed(run:Run, recipe:Recipe, processes:int)->None:
+    "Note how the steps of a run are computed from now on."
+    now = dict(processes=processes, parts=parts_per_step(recipe, processes), precision=recipe.precision)
+    before = run.record.get('computed', [])
+    if before[-1:] != [now]: run.note(computed=[*before, now])
+
 # %% ../nbs/33_launch.ipynb #9898b1d5
 def train_here(recipe:Recipe, place:Place, machine:Machine, process:Process=Process())->Run:
     "Train as one of the processes; the caller has joined their group."
-    device, sets = own_device(), training_sets(recipe.data, recipe.bad)
+    device, sets = own_device(), read_sets(recipe, place)
     check_device(recipe, device.type)
-    learner = Learner(recipe, len(sets[0].classes), process, device)
-    data = make_data(recipe, sets, process, machine.workers, machine.cache)
+    fitted = fit_recipe(recipe, len(sets[0]))
+    learner = Learner(fitted, len(sets[0].classes), process, device)
+    data = make_data(fitted, sets, process, machine.workers, machine.cache)
     leads, several = process.rank == 0, process.size > 1
     if leads: check_contents(run := open_training(recipe, place, sets), sets)
     if several: dist.barrier()
     if not leads: run = open_training(recipe, replace(place, resume=True), sets) # just made
     trainer = Trainer(learner, data, run, machine.save_minutes, machine.progress)
     with locked(run.folder) if leads else nullcontext():
+        if leads: note_computed(run, fitted, process.size)
         trainer.fit()
         if leads: trainer.finish()
         if several: dist.barrier()
@@ -184,7 +204,8 @@ def _run_launcher(command:list, # of torch's launcher
 def launch(recipe:Recipe, place:Place, machine:Machine)->None:
     "Train in several processes of this machine, through torch's launcher."
     n = machine.processes
-    given = parameters(recipe) | dict(preset=recipe.preset) | asdict(place) | asdict(machine)
+    own = {o: getattr(recipe, o) for o in ('preset', *OF_MACHINE)}
+    given = parameters(recipe) | own | asdict(place) | asdict(machine)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
                f'--nproc-per-node={n}', '-m', 'multigrain.launch', '--config']
     with tempfile.TemporaryDirectory() as d:
@@ -204,7 +225,7 @@ def launch(recipe:Recipe, place:Place, machine:Machine)->None:
 def launch_processes(recipe:Recipe, place:Place, machine:Machine)->Run:
     "Find mistakes and make the run, then start the processes."
     check_device(recipe, 'cuda' if torch.cuda.is_available() else 'cpu')
-    sets = training_sets(recipe.data, recipe.bad)
+    sets = read_sets(recipe, place)
     make_joint(replace(recipe, batch_norm='local'), len(sets[0].classes))
     check_contents(run := open_training(recipe, place, sets), sets)
     launch(recipe, replace(place, out=str(run.folder.parent), resume=True), machine)
@@ -239,7 +260,7 @@ def parameter_names()->list:
     "All parameters of a training, in their order."
     return [o.name for kind in (Recipe, Place, Machine) for o in fields(kind)]
 
-def make_request(preset:str='mini', # smoke, mini or paper
+def make_request(preset:str='mini', # smoke, mini, finetune or paper
                  **given            # any of `parameter_names()`; None: the usual value
                 )->Request:
     "A recipe, its place and its machine from one list of parameters, as jobs have it."

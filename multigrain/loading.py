@@ -259,11 +259,12 @@ def train_loader(images:ImageSet,          # training set
                  bad:str='raise',          # an image that cannot be read: 'raise', or 'skip' it
                  exact:bool=True,          # colours as PIL computes them, or fused and faster
                  params:Augmentation=FULL, # own ranges: FULL._replace(...)
-                 pin_memory:bool|None=None # None: where there is a GPU
+                 pin_memory:bool|None=None,# None: where there is a GPU
+                 parts:int=1               # batches of a step in each process
                 )->TrainLoader:            # of `Batch`
     "Batches of repeated augmentation: each image decoded once, m views of it."
     n = len(_check_set(images))
-    steps = _Steps(RABatchSampler(n, batch_size, m, iterations, seed, rank, world_size))
+    steps = _Steps(RABatchSampler(n, batch_size, m, iterations, seed, rank, world_size, parts))
     view = partial(_cut, seed=seed, transform=train_transform(augmentation, s, exact, params))
     source = Decoded(images, cache_limit) if cache and images.pixels is None else None
     finish = partial(_coloured, exact=exact)

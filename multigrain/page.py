@@ -5,23 +5,32 @@
 # %% auto #0
 __all__ = ['STYLE', 'HEADLINE', 'png', 'results_folder', 'write_result', 'results', 'result_claims', 'summary', 'image_tag',
            'write_page', 'table_html', 'claims_html', 'result_html', 'study_html', 'page', 'markdown_table', 'headline',
-           'html_page', 'check_data', 'unreadable', 'throughput', 'plan', 'run_notebook', 'train_needed', 'make_study',
-           'with_records', 'from_records', 'make_all', 'main']
+           'html_page', 'check_data', 'unreadable', 'not_apart', 'count_extra', 'needed_weights', 'check_weights',
+           'on_machine', 'count_saved', 'Step', 'measure_step', 'device_memory', 'memory_text', 'plan', 'run_notebook',
+           'train_needed', 'make_study', 'with_records', 'from_records', 'with_failures', 'make_all', 'main']
 
 # %% ../nbs/62_page.ipynb #6a1de58d
-import base64, html, inspect, io, math, os, re, sys, time
+import base64, html, inspect, io, os, re, sys, time
+from contextlib import contextmanager
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import NamedTuple
 import torch
-from .basics import check_choice, progress, project_root, read_json, require, write_file, write_json
-from .claims import VERDICTS, Claim, claim_table, why_outside
-from .datasets import is_drawn
+from .basics import (check_choice, check_int, progress, project_root, read_json, require, write_file,
+                               write_json)
+from .claims import VERDICTS, Claim, claim_table, todo_text, why_outside
+from .catalog import open_model
+from .datasets import TRAIN_FOLDERS, VAL_FOLDERS, is_drawn
 from .launch import parse_pairs
 from .loss import JointLoss
 from .model import MultiGrain
-from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done,
-                                find_run, find_study,
-                                is_measured, notebooks, open_set, paper_values, relative, train_all, wanted_jobs)
+from .recipe import Recipe
+from .sets import duplicates, list_images
+from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done, failed_text,
+                                find_run, find_study, is_measured, is_rehearsal, notebooks, open_set, paper_values,
+                                relative, run_name, train_all, wanted_jobs)
+from .training import views_per_part
 
 # %% ../nbs/62_page.ipynb #1ec84635
 def png(figure,     # matplotlib
@@ -88,7 +97,7 @@ table {border-collapse: collapse; font-size: 14px; margin: 1em 0; display: block
 td, th {padding: 4px 10px; border-bottom: 1px solid #ddd; text-align: left}
 img {max-width: 100%} small {color: #666}
 .held {color: #0a7d32; font-weight: 600} .opposite {color: #b3261e; font-weight: 600}
-.inconclusive, .outside, .not {color: #777}'''
+.inconclusive, .outside, .one, .not {color: #777}'''
 
 def image_tag(data:bytes, # PNG
               title:str   # for those who do not see it
@@ -132,8 +141,9 @@ def claims_html(claims:list # of `Claim`
     if not claims: return ''
     text = claim_table(claims).to_html(index=False, border=0)
     for word in VERDICTS: text = text.replace(f'<td>{word}</td>', f'<td class="{word.split()[0]}">{word}</td>')
-    why = why_outside(claims)
-    return text + (f"<p><small>Outside the paper's conditions: {html.escape(why)}.</small></p>" if why else '')
+    why, todo = why_outside(claims), todo_text(claims)
+    said = {"Outside the paper's conditions": why, 'Not tested here': todo}
+    return text + ''.join(f'<p><small>{k}: {html.escape(o)}.</small></p>' for k, o in said.items() if o)
 
 def result_html(result:dict, folder:Path)->str:
     "One table or figure on the page."
@@ -164,11 +174,15 @@ def study_html(study:str, # name
 
 def page(studies='mini', # name of a study, or several
          file='',        # to write; out/paper.html of the project if empty
-         out=''          # as for `results`
+         out='',         # as for `results`
+         failed=()       # sentences: what could not be made
         )->Path:
     "One page with every table and figure, its verdicts and its picture."
     studies = [studies] if isinstance(studies, str) else list(studies)
-    body = '<p>MultiGrain: every table and figure, study by study.</p>' + ''.join(study_html(o, out) for o in studies)
+    lost = ''.join(f'<li>{html.escape(o)}</li>' for o in failed)
+    body = '<p>MultiGrain: every table and figure, study by study.</p>'
+    body += f'<p>Failed:</p><ul>{lost}</ul>' if lost else ''
+    body += ''.join(study_html(o, out) for o in studies)
     return write_page(file or project_root()/'out/paper.html', f'MultiGrain: {", ".join(studies)}', body)
 
 # %% ../nbs/62_page.ipynb #ac3e2f4d
@@ -211,9 +225,11 @@ def check_data(study:Study)->list: # of sentences
     "What is missing of the data, all of it at once."
     if is_drawn(study.data): return []
     if study.data.startswith('split:'): return unreadable(study)
-    parts = ['train', 'val'] + ([*study.sets, 'distractors', 'whiten'] if 'holidays' in study.sets else [])
-    missing = [f'data={study.data}: there is no folder {o}' for o in parts if not (Path(study.data)/o).is_dir()]
-    return missing or unreadable(study)
+    more = [*study.sets, 'distractors', 'whiten'] if 'holidays' in study.sets else []
+    parts = [TRAIN_FOLDERS, VAL_FOLDERS, *((o,) for o in more)]
+    missing = [f'data={study.data}: there is no folder {o[0]}' for o in parts
+               if not any((Path(study.data)/k).is_dir() for k in o)]
+    return missing or unreadable(study) or not_apart(study)
 
 def unreadable(study:Study)->list: # of sentences
     "What is wrong with the sets that are there but cannot be opened."
@@ -223,24 +239,129 @@ def unreadable(study:Study)->list: # of sentences
         except (ValueError, OSError) as e: wrong.append(str(e))
     return wrong
 
+# %% ../nbs/62_page.ipynb #2e5f235f
+def not_apart(study:Study)->list: # of sentences
+    "Images to learn a whitening from that are searched too."
+    wrong = []
+    for name in study.sets:
+        found = open_set(study, name)
+        both = duplicates(found.images, found.whiten) if found.whiten is not None else []
+        what = f'{len(both)} images of {name} or its distractors are in whiten too'
+        if both: wrong.append(f'{what}, the first is {both[0][1]}: remove them there')
+    return wrong
+
+_EXTRA = dict(distractors=10_000, whiten=20_000) # images in the paper
+
+def count_extra(study:Study)->list: # of sentences
+    "How many distractors and whitening images there are, beside the paper's."
+    if is_drawn(study.data) or 'holidays' not in study.sets: return []
+    found = {o: len(list_images(Path(study.data)/o).names) for o in _EXTRA}
+    def text(o): return f'{o} {found[o]:,} (paper: {_EXTRA[o]:,})'
+    return ['images of ' + ', '.join(map(text, found))]
+
+# %% ../nbs/62_page.ipynb #7f5811d6
+def needed_weights(study:Study, # scale
+                   names:list   # of notebooks
+                  )->list:      # of trunks
+    "Networks with weights of others that some notebooks need."
+    others = [o[0] for o in paper_values('table_e1')['rows']] if study.name == 'paper' else []
+    zoo = ['resnet50'] if study.name == 'paper' else [] # the row PyTorch model zoo
+    known = dict(table_2=zoo, table_d1=zoo, table_e1=others, figure_3=zoo or ['lite0'])
+    return list(dict.fromkeys(o for name in names for o in known.get(name, ())))
+
+def check_weights(study:Study, names:list)->list: # of sentences
+    "Which of the weights cannot be had."
+    wrong = []
+    for o in needed_weights(study, names):
+        try: open_model(f'trunk:{o}')
+        except (ValueError, OSError, RuntimeError, ImportError) as e: wrong.append(f'{o}: {e}')
+    return wrong
+
+# %% ../nbs/62_page.ipynb #7cdcabec
+def on_machine(study:Study,       # scale
+               processes:int=1,   # that train a run together, one for each GPU
+               precision:str='',  # float32, bfloat16 or float16; '': as the recipe
+               accumulate:int=0   # parts of the share of a process; 0: as the recipe
+              )->Study:
+    "A study whose runs are computed in another way; their names stay."
+    given = {k: v for k, v in dict(precision=precision, accumulate=accumulate).items() if v}
+    found = replace(study, common=study.common | given, processes=check_int('processes', processes, 1))
+    if not is_drawn(study.data): views_per_part(arm_recipe(found, 'MultiGrain p=3', 0), processes)
+    return found
+
+# %% ../nbs/62_page.ipynb #ea10573e
+@contextmanager
+def count_saved(model): # gives a dictionary: where it lies -> bytes
+    "What is kept for the backward pass of all that is computed in here, without the parameters."
+    own, kept = {o.untyped_storage().data_ptr() for o in model.parameters()}, {}
+    def pack(x):
+        place = x.untyped_storage()
+        if place.data_ptr() not in own: kept[place.data_ptr()] = place.nbytes()
+        return x
+    def unpack(x): return x
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack): yield kept
+
 # %% ../nbs/62_page.ipynb #ed838e10
-def throughput(study:Study, # scale
-               steps:int=3  # the best of so many
-              )->tuple:     # images per second, megabytes of a run
-    "Training speed on this machine, measured, and the size of a run in the store."
-    r = arm_recipe(study, 'MultiGrain p=3', 0)
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    net, loss = MultiGrain(r.trunk, r.p, 1000).to(device), JointLoss(r.lam).to(device)
-    n = min(r.batch_size, 128 if device.type == 'cuda' else 6)//r.m*r.m
-    x = torch.randn(n, 3, r.resolution, r.resolution, generator=torch.Generator().manual_seed(0)).to(device)
-    instance, best = torch.arange(n, device=device)//r.m, math.inf
-    for _ in range(steps):
-        begun = time.perf_counter()
+class Step(NamedTuple):
+    "What a step of a training costs here, in megabytes and views per second."
+    speed:float  # views per second
+    run:float    # of a run in the store: weights, state and its momentum
+    view:float   # kept for the backward pass, of each view
+    steady:float # weights, gradients and momentum
+
+def _step(net, loss, r:Recipe, n:int)->tuple: # seconds, bytes that were kept
+    "Forward and backward of n views."
+    device, begun = next(net.parameters()).device, time.perf_counter()
+    x = torch.randn(n, 3, r.resolution, r.resolution, device=device)
+    instance, dtype = torch.arange(n, device=device)//r.m, getattr(torch, r.precision)
+    lower = device.type == 'cuda' and dtype != torch.float32
+    with count_saved(net) as kept, torch.autocast(device.type, dtype, enabled=lower):
         out = net(x)
-        loss(out.embedding, out.logits, instance, instance, torch.Generator().manual_seed(0)).loss.backward()
-        if device.type == 'cuda': torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begun)
-    return n/best, 3*4*sum(o.numel() for o in net.parameters())/1e6 # weights, state and its momentum
+        joint = loss(out.embedding, out.logits, instance, instance, torch.Generator().manual_seed(0))
+    kept = sum(kept.values())
+    joint.loss.backward()
+    if device.type == 'cuda': torch.cuda.synchronize()
+    return time.perf_counter() - begun, kept
+
+# %% ../nbs/62_page.ipynb #b5f8ffb1
+def measure_step(study:Study, # scale
+                 steps:int=3  # the best of so many
+                )->Step:
+    "Speed and memory of a training on this machine, measured."
+    r = arm_recipe(study, 'MultiGrain p=3', 0)
+    device, few = torch.device('cuda' if torch.cuda.is_available() else 'cpu'), 2*r.m
+    net, loss = MultiGrain(r.trunk, r.p, 1000).to(device), JointLoss(r.lam).to(device)
+    half = .5 if device.type == 'cpu' and r.precision != 'float32' else 1. # not measured here
+    view = half*_step(net, loss, r, few)[1]/few/1e6
+    weights = 4*sum(o.numel() for o in net.parameters())/1e6
+    part = views_per_part(r, study.processes)//r.m*r.m
+    n = part if device.type == 'cuda' and part*view + 3*weights < .9*device_memory() else few
+    best = min(_step(net, loss, r, n)[0] for _ in range(steps))
+    return Step(n/best, 3*weights, view, 3*weights)
+
+def device_memory()->float: # megabytes
+    "Memory of a GPU, or else of this machine."
+    if torch.cuda.is_available(): return torch.cuda.get_device_properties(0).total_memory/1e6
+    return os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE')/1e6
+
+# %% ../nbs/62_page.ipynb #1f747f33
+def memory_text(study:Study, # scale
+                step:Step,   # measured
+                have:float=0 # megabytes; of the device if 0
+               )->str:
+    "What a part of a step needs, what there is, and what to pass if it does not fit."
+    r, have = arm_recipe(study, 'MultiGrain p=3', 0), have or device_memory()
+    n, unit = views_per_part(r, study.processes), 'GPU' if torch.cuda.is_available() else 'machine'
+    need, room = n*step.view + step.steady, .9*have - step.steady
+    text = (f'memory: {n} views of {step.view:.1f} MB each in {r.precision}, with weights, gradients and '
+            f'momentum {need/1e3:.1f} GB; this {unit} has {have/1e3:.1f} GB')
+    if n*step.view <= room: return f'{text}: it fits'
+    ways = ['PRECISION=bfloat16'] if r.precision == 'float32' and n*step.view/2 <= room else []
+    if r.batch_norm != 'group' and room > 0:
+        parts = (o for o in range(2, r.batch_size + 1) if r.batch_size % (o*study.processes) == 0)
+        ways += [f'ACCUMULATE={o}' for o in parts if n*step.view/o <= room][:1]
+    todo = f'pass {" or ".join(ways)}' if ways else f'take one with {1.2*need/1e3:.0f} GB or more'
+    return f'{text}: IT DOES NOT FIT, {todo}'
 
 # %% ../nbs/62_page.ipynb #0648b0ac
 def plan(study:Study, # scale
@@ -252,36 +373,43 @@ def plan(study:Study, # scale
     left = [o[:2] for o in jobs if find_run(study, *o[:2]) is None]
     def views(o):
         r = arm_recipe(study, *o)
-        return r.batch_size*r.iterations*max(0, r.epochs - epochs_done(study, *o))
-    total, gpus, (speed, size) = sum(map(views, left)), torch.cuda.device_count(), throughput(study)
+        return r.batch_size*r.iterations*max(0, r.epochs - epochs_done(run_name(study, *o)))
+    total, gpus, step = sum(map(views, left)), torch.cuda.device_count(), measure_step(study)
+    speed, size = step[:2]
     where = f'{gpus} x {torch.cuda.get_device_name(0)}' if gpus else f'{os.cpu_count()} processors, no GPU'
     unit, hours = 'GPU' if gpus else 'processor', total/speed/3600
     return [f'{study.name}: {len(names)} notebooks need {len(jobs)} runs, {len(left)} of them are not in the store: '
             f'{total/1e6:,.1f} million views to train on',
             f'measured here ({where}): {speed:,.0f} views/s of one {unit}, so {hours:,.1f} {unit} hours of training',
-            f'disk: {len(left)*size/1e3:,.1f} GB of runs at {size:,.0f} MB each']
+            memory_text(study, step),
+            f'disk: {len(left)*size/1e3:,.1f} GB of runs at {size:,.0f} MB each', *count_extra(study)]
 
 # %% ../nbs/62_page.ipynb #7a282567
-def run_notebook(name:str, study:Study, folder:Path, out='')->None:
-    "Execute one notebook of nbs/paper with papermill."
+def run_notebook(name:str, study:Study, folder:Path, out='')->str: # '', or what went wrong
+    "Execute one notebook of nbs/paper with papermill; all its runs are there."
     import papermill
     root = project_root()
     source = next(o for o in (root/'nbs/paper'/f'{name}.ipynb', root/'nbs/studies'/f'{name}.ipynb') if o.exists())
     data = '' if is_drawn(study.data) else relative(study.data)
-    given = dict(preset=study.name, data=data, seeds=study.seeds, out=str(out))
+    given = dict(preset=study.name, data=data, seeds=study.seeds, out=str(out), train=False)
     folder.mkdir(parents=True, exist_ok=True)
-    papermill.execute_notebook(str(source), str(folder/f'{name}.ipynb'), parameters=given, cwd=str(root),
-                               progress_bar=False, log_output=False)
+    how = dict(parameters=given, cwd=str(root), progress_bar=False, log_output=False)
+    try: papermill.execute_notebook(str(source), str(folder/f'{name}.ipynb'), **how)
+    except papermill.PapermillExecutionError as e: wrong = f'{e.ename}: {e.evalue}'
+    except (RuntimeError, OSError) as e: wrong = f'{type(e).__name__}: {e}' # a dead kernel, a full disk
+    else: return ''
+    return f'{name}: {wrong}'.split('\n')[0]
 
 def train_needed(study:Study, # scale
                  names:list,  # of notebooks
                  train:bool   # or only list the commands?
-                )->None:
+                )->list:      # of sentences: what failed
     "Train and measure all runs of some notebooks, each once, seed by seed so that something whole is there early."
     jobs = [o for o in wanted_jobs(study, names) if not is_measured(study, o)]
     require(train or not jobs, f'train=False, but {len(jobs)} runs are missing or not measured; train them with:\n'
             + '\n'.join(command(study, o.arm, o.seed) for o in jobs))
-    if jobs: train_all(study, sorted(jobs, key=lambda o: o.seed), at_once())
+    failed = train_all(study, sorted(jobs, key=lambda o: o.seed), at_once(study)) if jobs else []
+    return [failed_text(study, failed)] if failed else []
 
 # %% ../nbs/62_page.ipynb #5ce9a04a
 def make_study(study:Study, # scale
@@ -289,12 +417,13 @@ def make_study(study:Study, # scale
                train:bool,  # what is missing?
                out:str='',  # of the executed notebooks; out/paper/<study> if empty
                results:str='' # of claims, tables and pictures; data/paper/<study> if empty
-              )->None:
-    "Train what is missing, then every notebook of a study."
-    train_needed(study, names, train)
+              )->list:      # of sentences: what failed
+    "Train what is missing, then every notebook of a study; what fails does not end the rest."
+    failed = train_needed(study, names, train)
     folder = Path(out) if out else project_root()/'out/paper'/study.name
     for name in progress(names, f'{study.name}: tables and figures', unit='notebook'):
-        run_notebook(name, study, folder, results)
+        failed += filter(None, [run_notebook(name, study, folder, results)])
+    return failed
 
 def with_records()->list: # names of studies
     "Studies whose runs are all in the store, or recorded in the project: they need no data and no training."
@@ -303,33 +432,48 @@ def with_records()->list: # names of studies
 
 def from_records(out:str='', results:str='')->Path: # the page
     "Every table, figure and verdict that can be made without training, and one page with all results there are."
-    for o in with_records(): make_study(find_study(o), notebooks(find_study(o)), False, out, results)
-    there = [o for o in ('claims', 'cifar', 'photographs', 'tiny', 'mini') if any(results_folder(o).glob('*.json'))]
-    return page(there)
+    known = map(find_study, with_records())
+    failed = [e for o in known for e in make_study(o, notebooks(o), False, out, results)]
+    shown = 'claims', 'cifar', 'pilots', 'photographs', 'tiny', 'mini'
+    there = [o for o in shown if any(results_folder(o).glob('*.json'))]
+    return with_failures(page(there, failed=failed), failed)
+
+def with_failures(file:Path, failed:list)->Path:
+    "The page, or an error that names what is missing on it."
+    words = f'{len(failed)} parts failed; {file} has the others:\n' + '\n'.join(failed)
+    require(not failed, words, RuntimeError)
+    return file
 
 # %% ../nbs/62_page.ipynb #a52869de
 def make_all(preset:str='',     # study; empty: all that can be made from records
              data:str='',       # to train on; that of the study if empty
              seeds:int=0,       # of each arm; as the study if 0
              names:str='',      # notebooks, with commas; all of the study if empty
+             rows:bool=False,   # only what the arms in the rows of the paper's tables can show?
              train:bool=False,  # what is missing?
              dry:bool=False,    # only say what would be done?
+             processes:int=1,   # that train a run together, one for each GPU
+             precision:str='',  # of the trainings; as the recipe if empty
+             accumulate:int=0,  # parts of the share of a process; as the recipe if 0
              out:str='',        # of the executed notebooks; out/paper/<study> if empty
              results:str=''     # of claims, tables and pictures; data/paper/<study> if empty
             )->Path|None:       # the page
     "Every table and figure of a study, and the page with all of them."
     if not preset: return from_records()
-    study = find_study(preset, data, seeds)
+    study = on_machine(find_study(preset, data, seeds), processes, precision, accumulate)
     wanted = [check_choice('names', o, notebooks(study)) for o in names.split(',') if o]
-    chosen = [o for o in notebooks(study) if not wanted or o in wanted]
+    chosen = [o for o in notebooks(study, rows) if not wanted or o in wanted]
     if train or dry:
-        require(not (wrong := check_data(study)), '; '.join(wrong))
+        require(not (wrong := check_data(study) + check_weights(study, chosen)), '; '.join(wrong))
         for o in plan(study, chosen): print(o, flush=True)
     if dry: return None
-    require(preset != 'paper' or torch.cuda.is_available(), "preset='paper' is made for GPUs and there is none here; "
+    small = preset != 'paper' or is_rehearsal(study.data)
+    require(small or torch.cuda.is_available(), "preset='paper' is made for GPUs and there is none here; "
             "dry=True shows the plan, preset='mini' runs on two cores")
-    make_study(study, chosen, train, out, results)
-    return page(preset, Path(out)/'paper.html' if out else '', results)
+    failed = make_study(study, chosen, train, out, results)
+    there = any(results_folder(preset, results).glob('*.json'))
+    require(there, 'nothing could be made:\n' + '\n'.join(failed), RuntimeError)
+    return with_failures(page(preset, Path(out)/'paper.html' if out else '', results, failed), failed)
 
 # %% ../nbs/62_page.ipynb #e1bb4d98
 def main(words:list|None=None # of the command line

@@ -11,7 +11,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
-from .basics import read_json, require
+from .basics import open_to_all, read_json, require
 from .sets import ImageSet, index_set
 
 # %% ../nbs/15_photos.ipynb #2c371276
@@ -34,9 +34,10 @@ def package_folder(package:str, # name for `import`
 # %% ../nbs/15_photos.ipynb #2cf67285
 def package_photos()->dict[str,Photo]: # by file name
     "The photographs of the packages that are installed here; free ones first."
-    known = read_json(files('multigrain')/'photos.json')
+    open_to_all(file := files('multigrain')/'photos.json')
+    known, found = read_json(file), {}
     folders = {k: package_folder(k, o['folder']) for k, o in known['packages'].items()}
-    found = {}
+    for o in filter(None, folders.values()): open_to_all(o)
     for o in known['photos']:
         path = folders[o['package']] and folders[o['package']]/o['file']
         if path is None or not path.exists(): continue

@@ -120,20 +120,21 @@ def _later_views(images:np.ndarray,      # (steps, k)
     for i, r in zip(views, repetitions): yield list(zip(i.tolist(), r.tolist()))
 
 # %% ../nbs/02_sampler.ipynb #dcc2e482
-def _epoch_batches(n_images, batch_size, m, iterations, seed, rank, world_size, # as in RABatchSampler
+def _epoch_batches(n_images, batch_size, m, iterations, seed, rank, world_size, parts, # as in RABatchSampler
                    epoch:int, # counts from 0
-                   start:int  # first step
+                   start:int  # first batch
                   ):          # iterator of lists of (image, repetition)
-    "The batches of one rank and one epoch, from step `start` on."
+    "The batches of one rank and one epoch, from batch `start` on."
     k = -(-batch_size//m)
-    parts = _epoch_parts(n_images, k*world_size, iterations, epoch, seed)
-    def of_rank(a): return a.reshape(iterations, world_size, k)[:, rank]
-    images = of_rank(np.concatenate(parts))
+    K = k*parts*world_size
+    stream = _epoch_parts(n_images, K, iterations, epoch, seed)
+    def of_rank(a): return a.reshape(iterations, world_size, parts, k)[:, rank].reshape(-1, k)
+    images = of_rank(np.concatenate(stream))
     # steps within the epoch's first permutation cannot meet an image again
-    later = max(start, len(parts[0])//(k*world_size))
+    later = max(start, len(stream[0])//K*parts)
     yield from _first_views(images[start:later], batch_size, m)
-    if later < iterations:
-        earlier = of_rank(_occurrences(parts, n_images))
+    if later < len(images):
+        earlier = of_rank(_occurrences(stream, n_images))
         yield from _later_views(images[later:], earlier[later:], batch_size, m)
 
 # %% ../nbs/02_sampler.ipynb #0f4dcb7c
@@ -143,12 +144,14 @@ def _checked_setup(setup:dict # the arguments of RABatchSampler
     s = {name: check_int(name, value, 0 if name in ('seed', 'rank') else 1)
          for name, value in setup.items() if not (name == 'iterations' and value is None)}
     n, B, m, world_size = (s[name] for name in ('n_images', 'batch_size', 'm', 'world_size'))
+    parts = s.setdefault('parts', 1)
     low = s['rank'] < world_size
     require(low, f"rank={s['rank']} must be below world_size={world_size}: ranks count from 0")
-    K = -(-B//m)*world_size
-    need = f'batch_size={B}, m={m} and world_size={world_size} need {K} different images in each step'
+    K = -(-B//m)*world_size*parts
+    of = f'parts={parts} and ' if parts > 1 else ''
+    need = f'batch_size={B}, m={m} and {of}world_size={world_size} need {K} different images in each step'
     require(n >= K, f'n_images={n} is too few: {need}; take a smaller batch_size or more images')
-    s.setdefault('iterations', -(-n//(B*world_size)))
+    s.setdefault('iterations', -(-n//(B*world_size*parts)))
     return s
 
 # %% ../nbs/02_sampler.ipynb #f688028d
@@ -158,19 +161,21 @@ class RABatchSampler(Sampler):
     n_images:int             # images in the training set
     batch_size:int           # views per batch on one rank, |B|
     m:int=3                  # views per image; 1 is plain shuffling
-    iterations:int|None=None # batches per epoch, T; None: as many views as images
+    iterations:int|None=None # steps per epoch, T; None: as many views as images
     seed:int=0               # same seed, same batches
     rank:int=0               # this process ...
     world_size:int=1         # ... among so many
+    parts:int=1              # batches of a step on each rank, one after the other
 
     def __post_init__(self):
         for name, value in _checked_setup(asdict(self)).items(): setattr(self, name, value)
         self.set_epoch(0)
 
     def set_epoch(self, epoch:int, start:int=0):
-        "Iterate over `epoch` from now on, beginning at step `start`."
-        epoch, start = check_int('epoch', epoch), check_int('start', start, 0, self.iterations)
+        "Iterate over `epoch` from now on, beginning at batch `start`."
+        last = self.iterations*self.parts
+        epoch, start = check_int('epoch', epoch), check_int('start', start, 0, last)
         self.epoch, self.start = epoch, start
 
-    def __len__(self): return self.iterations - self.start
+    def __len__(self): return self.iterations*self.parts - self.start
     def __iter__(self): return _epoch_batches(**asdict(self), epoch=self.epoch, start=self.start)

@@ -4,27 +4,30 @@
 
 # %% auto #0
 __all__ = ['lr_factor', 'rate_factor', 'parameter_groups', 'step_seed', 'own_stream', 'NotFinite', 'gathered', 'JointModel',
-           'norm_layers', 'set_mode', 'Totals', 'Process', 'sum_over_processes', 'views_per_part', 'make_joint',
-           'Learner', 'latest_state', 'Counts', 'validate', 'estimate_statistics', 'Data', 'make_data', 'in_parts',
-           'pair_metrics', 'epoch_metrics', 'Trainer', 'Timing', 'epoch_text']
+           'norm_layers', 'set_mode', 'Totals', 'Process', 'sum_over_processes', 'parts_per_step', 'views_per_part',
+           'make_joint', 'add_in_order', 'Learner', 'OneUpdate', 'latest_state', 'Counts', 'validate',
+           'estimate_statistics', 'Data', 'make_data', 'in_parts', 'pair_metrics', 'epoch_metrics', 'Trainer', 'Timing',
+           'epoch_text', 'no_progress', 'estimate_text']
 
 # %% ../nbs/32_training.ipynb #92cd1c7d
-import math, os, runpy, sys, time, warnings
+import copy, math, os, runpy, time, warnings
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from itertools import islice
 from typing import NamedTuple
 import numpy as np, torch, torch.distributed as dist
 from fastcore.basics import patch
 from torch import Tensor, nn
-from .basics import progress, require
+from .basics import progress, progress_file, require
 from .loading import Batch, TrainLoader, test_loader, to_device, train_loader
 from .loss import JointLoss
 from .margin import MarginLoss
-from .model import MultiGrain, save as save_model
+from .model import MultiGrain, own_model, save as save_model
 from .recipe import ADDED_LATER, Recipe, parameters
 from .runs import BadState, Run, load_state, save_state
 from .transforms import FULL
+from .trunks import is_code
 
 # %% ../nbs/32_training.ipynb #79d6654f
 def lr_factor(epoch:int,        # counts from 0
@@ -33,7 +36,7 @@ def lr_factor(epoch:int,        # counts from 0
               drops:Iterable,   # epochs at which the rate is divided by ten
               warmup:float=0.   # epochs of linear warm-up
              )->float:          # what all learning rates are multiplied with
-    "Tenfold drops, after an optional linear warm-up."
+    "Tenfold drops after an optional linear warm-up."
     passed = epoch + (step + 1)/iterations
     return min(1., passed/warmup if warmup else 1.)*.1**sum(epoch >= o for o in drops)
 
@@ -58,10 +61,12 @@ def parameter_groups(model:MultiGrain, # network
     def group(name, params, lr, decay=0.):
         params = [o for o in params if o.requires_grad]
         return dict(name=name, params=params, lr=lr, base_lr=lr, weight_decay=decay)
-    p = [o for name, o in model.named_parameters() if name.startswith('pool.')]
-    weights = [o for name, o in model.named_parameters() if not name.startswith('pool.')]
-    groups = [group('weights', weights, recipe.lr, recipe.weight_decay), group('p', p, recipe.lr),
-              group('beta', [loss.margin.beta], recipe.beta_lr)]
+    def named(*parts): return [o for k, o in model.named_parameters() if k.split('.')[0] in parts]
+    head, lr = ['classifier'] if recipe.head_lr != 1 else [], recipe.lr
+    rest = {k for k, _ in model.named_children()} - {'pool', *head}
+    groups = [group('weights', named(*rest), lr, recipe.weight_decay), group('p', named('pool'), lr),
+              group('beta', [loss.margin.beta], recipe.beta_lr),
+              group('head', named(*head), lr*recipe.head_lr, recipe.weight_decay)]
     return [o for o in groups if o['params']]
 
 # %% ../nbs/32_training.ipynb #ea4dac21
@@ -111,7 +116,7 @@ def norm_layers(model:nn.Module)->list:
     return [o for o in found if o.running_mean is not None]
 
 def set_mode(model:nn.Module, # any
-             batch_norm:str   # of a recipe: local, sync or frozen
+             batch_norm:str   # of a recipe: local, group, sync or frozen
             )->None:
     "Training mode, with frozen statistics where asked for."
     model.train()
@@ -148,14 +153,28 @@ def sum_over_processes(values, # numbers
     dist.all_reduce(x)
     return x.tolist()
 
+# %% ../nbs/32_training.ipynb #8092eab9
+def parts_per_step(recipe:Recipe, # says how large a batch is
+                   processes:int  # that share it
+                  )->int:
+    "Parts of a step that each process computes one after the other: its groups, or as many as asked for."
+    r = recipe
+    if r.batch_norm != 'group': return r.accumulate
+    groups = r.batch_size//r.group
+    todo = f'take {groups} processes, or a number that divides it'
+    require(groups % processes == 0, f'batch_size={r.batch_size} is {groups} groups of group={r.group} views, '
+            f'which {processes} processes cannot share: {todo}')
+    return groups//processes
+
 # %% ../nbs/32_training.ipynb #da41099a
 def views_per_part(recipe:Recipe, # says how large a batch is
                    processes:int  # that share it
                   )->int:
     "Views in one part of the batch of one process."
-    n, rest = divmod(recipe.batch_size, processes*recipe.accumulate)
+    parts = parts_per_step(recipe, processes)
+    n, rest = divmod(recipe.batch_size, processes*parts)
     whole = f'batch_size={recipe.batch_size}'
-    shares = f'{processes} processes x accumulate={recipe.accumulate}'
+    shares = f'{processes} processes x accumulate={parts}'
     require(not rest, f'{whole} cannot be divided by {shares}: change one of them')
     few = f'is {n} views, fewer than m={recipe.m}: the views of an image stay together'
     require(n >= recipe.m, f'{whole} over {shares} {few}')
@@ -167,8 +186,13 @@ def make_joint(recipe:Recipe,      # what to build
                gather:bool=False   # pairs across processes?
               )->JointModel:
     "The network and the loss of a recipe."
-    r = recipe
-    model = MultiGrain(r.trunk, r.p, n_classes, r.pretrained, r.learn_p, seed=r.seed)
+    r, named = recipe, dict(trunk=recipe.trunk, pretrained=recipe.pretrained)
+    if is_code(r.trunk): # a function of the user's, which brings its own weights
+        own = own_model(r.trunk, r.seed)
+        named = dict(trunk=own.trunk, mean=own.mean, std=own.std)
+    model = MultiGrain(p=r.p, n_classes=n_classes, learn_p=r.learn_p, seed=r.seed, **named)
+    if is_code(r.trunk): model.maker = r.trunk
+    if r.lam > 0: model.classifier_p = None # it learns with the exponent of the recipe
     below = f'is below the stride {model.stride} of trunk {r.trunk}'
     require(r.resolution >= model.stride,
             f'resolution={r.resolution} {below}: nothing would be left of the image')
@@ -176,6 +200,18 @@ def make_joint(recipe:Recipe,      # what to build
     margin = MarginLoss(beta=r.beta, normalize=r.normalize, sampling=r.sampling,
                         same_class=r.same_class, group=r.group)
     return JointModel(model, JointLoss(r.lam, margin), gather)
+
+# %% ../nbs/32_training.ipynb #2d1d50b0
+def add_in_order(processes:int, # that share a batch
+                 bucket         # of gradients, `torch.distributed.GradBucket`
+                ):              # future with their mean
+    "The mean of the gradients, added in the order of the processes."
+    own = bucket.buffer()/processes
+    parts = [torch.empty_like(own) for _ in range(processes)]
+    dist.all_gather(parts, own)
+    done = torch.futures.Future()
+    done.set_result(reduce(torch.add, parts))
+    return done
 
 # %% ../nbs/32_training.ipynb #a3baed9c
 class Learner:
@@ -197,6 +233,7 @@ class Learner:
         if process.size > 1:
             devices = [self.device.index] if self.device.type == 'cuda' else None
             self.net = nn.parallel.DistributedDataParallel(self.joint, devices)
+            if not devices: self.net.register_comm_hook(process.size, add_in_order)
     @property
     def model(self)->MultiGrain: return self.joint.model
     @property
@@ -233,6 +270,27 @@ def backward(self:Learner,
     pairs = [o/n for o in (joint.fallback, joint.entropy, joint.collision)]
     return Totals(1/n, value/n, *terms, float(correct), len(batch.image), *pairs)
 
+# %% ../nbs/32_training.ipynb #797348e1
+class OneUpdate:
+    "Running statistics that get one update a step: the mean over its groups."
+    def __init__(self, layers:list): # of batch norm
+        self.layers, self.parts = layers, 0
+        self.tensors = [x for o in layers for x in (o.running_mean, o.running_var)]
+        self.before, self.sum = self.now(), 0.
+    def now(self)->Tensor: return torch.cat([o.detach().clone() for o in self.tensors])
+    def put(self, flat:Tensor)->None:
+        sizes = [len(o) for o in self.tensors]
+        for o, x in zip(self.tensors, flat.split(sizes)): o.copy_(x)
+    def add(self)->None:
+        "Note what a group has made of them, and put back what they were."
+        self.sum, self.parts = self.sum + self.now(), self.parts + 1
+        self.put(self.before)
+    def finish(self, processes:int)->None:
+        "Keep the mean over all groups."
+        if processes > 1: dist.all_reduce(self.sum)
+        self.put(self.sum/(self.parts*processes))
+        for o in self.layers: o.num_batches_tracked -= self.parts - 1
+
 # %% ../nbs/32_training.ipynb #573bcaf0
 @patch
 def step(self:Learner,
@@ -244,8 +302,11 @@ def step(self:Learner,
     r, n, totals = self.recipe, len(parts), Totals()
     rank = 0 if r.gather else self.process.rank # gathered pairs are the same in each process
     self.optimizer.zero_grad(set_to_none=True)
+    update = OneUpdate(norm_layers(self.model)) if r.batch_norm == 'group' else None
     for k, batch in enumerate(parts):
-        totals += self.backward(batch, step_seed(r.seed, epoch, i*n + k, rank), n, k == n - 1)
+        totals += self.backward(batch, step_seed(r.seed, epoch, i, rank*n + k), n, k == n - 1)
+        if update: update.add()
+    if update: update.finish(self.process.size)
     factor = rate_factor(r, epoch, i)
     for group in self.optimizer.param_groups: group['lr'] = group['base_lr']*factor
     self.scaler.step(self.optimizer)
@@ -334,14 +395,15 @@ def estimate_statistics(learner:Learner,  # its batch-norm layers change, its we
                         batches:Iterable, # of `Batch`, on the device
                        )->None:
     "Batch-norm statistics as the mean over these batches, and over all processes."
-    r, layers = learner.recipe, norm_layers(learner.model)
+    r, layers, rank = learner.recipe, norm_layers(learner.model), learner.process.rank
+    n = parts_per_step(r, learner.process.size)
     momentum = [o.momentum for o in layers]
     learner.model.train()
     for o in layers:
         o.reset_running_stats()
         o.momentum = None # a plain mean
     for i, batch in enumerate(batches):
-        seed = step_seed(r.seed, r.epochs, i, learner.process.rank) # after the last epoch
+        seed = step_seed(r.seed, r.epochs, i//n, rank*n + i % n) # after the last epoch
         with own_stream(seed, learner.device): learner.model(batch.image)
     for o, before in zip(layers, momentum):
         o.momentum = before
@@ -367,8 +429,9 @@ def make_data(recipe:Recipe,             # says what to load
     free = r.lam == 0 and r.same_class == 'allow' # of classes
     require(images.classes or free, f'data={r.data!r} has no classes, but {asks}: {todo}')
     n, cache = views_per_part(r, process.size), bool(cache and 3*images.sizes.prod(1).sum() < 4e9)
-    train = train_loader(images, r.augmentation, r.resolution, n, r.m, r.iterations*r.accumulate,
+    train = train_loader(images, r.augmentation, r.resolution, n, r.m, r.iterations,
                          r.seed, workers, *process, cache, bad=r.bad, exact=r.exact,
+                         parts=parts_per_step(r, process.size),
                          params=FULL._replace(scale=(r.min_crop, 1.)))
     if not images.classes: return Data(train, [])
     rows = np.arange(process.rank, len(val), process.size)
@@ -493,9 +556,10 @@ class Timing(NamedTuple):
 def train_epoch(self:Trainer, bar)->Timing:
     "One epoch, or the rest of one."
     r, before, begun, waited = self.recipe, self.steps_done, time.monotonic(), 0.
-    self.data.train.set_epoch(self.epoch, before*r.accumulate)
+    n = parts_per_step(r, self.process.size)
+    self.data.train.set_epoch(self.epoch, before*n)
     set_mode(self.learner.joint, r.batch_norm)
-    steps = in_parts(map(self.learner.to_device, self.data.train), r.accumulate)
+    steps = in_parts(map(self.learner.to_device, self.data.train), n)
     while self.steps_done < r.iterations:
         asked = time.monotonic()
         parts = next(steps)
@@ -544,13 +608,28 @@ def after_epoch(self:Trainer, line:dict, timing:Timing)->None:
         with SummaryWriter(run.folder/'tensorboard') as w:
             for k, v in line.items(): w.add_scalar(k, v, line['epoch'])
 
+# %% ../nbs/32_training.ipynb #1639bf1f
+def no_progress(losses:list,   # of the epochs so far
+                patience:int   # epochs
+               )->bool:
+    "Have the last epochs all failed to lower the loss by one percent?"
+    if not patience or len(losses) <= patience: return False
+    return min(losses[-patience:]) > .99*min(losses[:-patience])
+
+@patch
+def stalled(self:Trainer, *more:float)->bool: # losses of epochs that are not noted yet
+    "Is it time to stop before the last epoch?"
+    losses = [o['loss'] for o in self.metrics] + list(more)
+    return no_progress(losses, self.recipe.patience)
+
 # %% ../nbs/32_training.ipynb #c0bb7a90
 @patch
 def end_epoch(self:Trainer)->dict: # its line of metrics
     "Validate, note the metrics, save."
     r, learner, train = self.recipe, self.learner, self.data.train
-    if r.bn_steps and self.epoch == r.epochs - 1: # the last batches of an epoch that no step sees
-        train.set_epoch(r.epochs, r.iterations*r.accumulate - r.bn_steps)
+    last = self.epoch == r.epochs - 1 or self.stalled(self.totals.mean('loss'))
+    if r.bn_steps and last: # the last batches of an epoch that no step sees
+        train.set_epoch(r.epochs, (r.iterations - r.bn_steps)*parts_per_step(r, self.process.size))
         estimate_statistics(learner, map(learner.to_device, train))
     classes = train.images.classes
     counts = validate(learner.model, self.data.val, learner.device) if classes else None
@@ -559,19 +638,44 @@ def end_epoch(self:Trainer)->dict: # its line of metrics
     self.save('epoch')
     return line
 
+# %% ../nbs/32_training.ipynb #906e705c
+@patch
+def estimate(self:Trainer)->float: # seconds
+    "Time that all epochs will take, from a few steps of a copy of the network."
+    r, trial = self.recipe, copy.copy(self.learner)
+    trial.net = trial.joint = copy.deepcopy(trial.joint)
+    self.data.train.set_epoch(0)
+    batch, took = trial.to_device(next(iter(self.data.train))), []
+    set_mode(trial.joint, r.batch_norm)
+    for i in range(3):
+        began = time.monotonic()
+        trial.backward(batch, i, 1, True)
+        took.append(time.monotonic() - began)
+    val = sum(len(o.image) for o in self.data.val) if isinstance(self.data.val, list) else 0
+    steps = r.iterations*parts_per_step(r, self.process.size)
+    return min(took[1:])*r.epochs*(steps + val/len(batch.image)/3)
+
+def estimate_text(recipe:Recipe, seconds:float)->str:
+    "What a training will cost, for people."
+    size = f'{recipe.epochs} epochs of {recipe.iterations} steps of {recipe.batch_size} views'
+    long = f'{seconds/3600:.1f} hours' if seconds > 5400 else f'{max(seconds/60, .1):.1f} minutes'
+    return f'{size} at {recipe.resolution} pixels: about {long} at the speed of this moment'
+
 # %% ../nbs/32_training.ipynb #274675ac
 @patch
 def fit(self:Trainer)->list: # a line of metrics for each epoch
     "All epochs that are left."
     self.resume()
     r = self.recipe
-    done = self.epoch*r.iterations + self.steps_done
-    with progress(total=r.epochs*r.iterations*r.batch_size, initial=done*r.batch_size, unit='img',
+    done, total = self.epoch*r.iterations + self.steps_done, r.epochs*r.iterations
+    if self.progress and not done and total >= 50 and self.process.size == 1 and not r.compile:
+        print(estimate_text(r, self.estimate()), file=progress_file(), flush=True)
+    with progress(total=total*r.batch_size, initial=done*r.batch_size, unit='img',
                   scale=True, show=self.progress, delay=0) as bar:
-        while self.epoch < r.epochs:
+        while self.epoch < r.epochs and not self.stalled():
             timing = self.train_epoch(bar)
             line = self.end_epoch()
-            if self.progress: bar.write(epoch_text(r, line, timing), file=sys.__stderr__)
+            if self.progress: bar.write(epoch_text(r, line, timing), file=progress_file())
             if self.first: self.after_epoch(line, timing)
     return self.metrics
 

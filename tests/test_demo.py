@@ -1,15 +1,15 @@
 "`make demo` at the smallest scale: one page with all pictures, and a second call that makes nothing again."
-import os, subprocess, sys
+import os, re, subprocess, sys
 from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
-def demo(tmp_path, *words):
+def demo(tmp_path, *words, env={}):
     "Exit code and stderr of the demo through papermill."
     command = [sys.executable, '-m', 'papermill', ROOT/'nbs/demo.ipynb', tmp_path/'demo.ipynb',
                '-p', 'preset', 'smoke', '-p', 'out', tmp_path, *words]
-    env = os.environ | dict(OMP_NUM_THREADS='1', MULTIGRAIN_RUNS=str(tmp_path/'runs'))
+    env = os.environ | dict(OMP_NUM_THREADS='1', MULTIGRAIN_RUNS=str(tmp_path/'runs')) | env
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, cwd=ROOT, env=env)
     return done.returncode, done.stderr
 
@@ -19,7 +19,9 @@ def test_demo(tmp_path):
     assert code == 0, err[-2000:]
     assert all(f'{i} of 6' in err for i in range(1, 7))
     text = (tmp_path/'demo.html').read_text()
-    assert text.count('<img') == 5 and 'make lab' in text and 'synthetic' in text
+    assert text.count('<img') == 6 and 'make lab' in text and 'drawn images' in text
+    found = re.search(r'(\d+) of (\d+) held-out views find', text)
+    assert int(found[1]) >= .8*int(found[2]) >= 8, found[0] # Lite0 on real photographs
     assert 'http' not in text.split('<body>')[0]
     made = times()
     code, err = demo(tmp_path, '-p', 'lam', '0.5')
@@ -30,3 +32,18 @@ def test_demo(tmp_path):
 def test_a_mistake_ends_it_at_once(tmp_path, words, says):
     code, err = demo(tmp_path, *words)
     assert code == 1 and says in err and not (tmp_path/'runs').exists()
+
+HIDE = '''
+import multigrain.datasets as d
+d.package_photos = dict
+'''
+
+def test_without_the_photographs_drawn_scenes_stand_in(tmp_path):
+    "A kernel that starts as if the packages were not there: the page says so."
+    profile = tmp_path/'ipython'/'profile_default'/'startup'
+    profile.mkdir(parents=True)
+    (profile/'00-hide.py').write_text(HIDE)
+    code, err = demo(tmp_path, env=dict(IPYTHONDIR=str(tmp_path/'ipython')))
+    assert code == 0, err[-2000:]
+    assert 'drawn scenes stand in for photographs' in err
+    assert 'drawn scenes stand in' in (tmp_path/'demo.html').read_text()

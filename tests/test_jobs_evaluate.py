@@ -1,15 +1,16 @@
-"The jobs evaluate, whiten and finetune_p, through papermill as people run them, on a network of the smoke preset."
+"The jobs evaluate, whiten, finetune_p and recommend, through papermill as people run them, with a network of smoke."
 import ast, inspect, json, os, shutil, subprocess, sys
 from pathlib import Path
 
 import nbformat, pytest
-from multigrain.benchmark import score_benchmark, whitened
+from multigrain.benchmark import recommend, score_benchmark, whitened
 from multigrain.catalog import open_benchmark, open_model
 from multigrain.datasets import SMOKE_WORLD
 from multigrain.embed import embed
 from multigrain.launch import Machine, Place, train
-from multigrain.model import load
+from multigrain.model import load, save
 from multigrain.readers import image_folder
+from multigrain.recipe import make_recipe
 from multigrain.resolution import finetune_p
 from multigrain.world import make_world
 
@@ -26,14 +27,14 @@ def place(tmp_path_factory):
     shutil.move(run.folder, place/'runs'/'trained')
     return place
 
-def job(name, place, *args, ok=True, runs='runs'):
-    "Run a job; the text that its cells printed, or, where it should fail, what it said on stderr."
+def job(name, place, *args, ok=True, runs='runs', terminal=False):
+    "Run a job; the text that its cells printed, or what the terminal shows, as it does where a job should fail."
     out = place/f'{name}-{abs(hash(args))}.ipynb'
     command = [sys.executable, '-m', 'papermill', ROOT/'nbs'/f'{name}.ipynb', out, '--no-progress-bar', *args]
     env = os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS='1', MULTIGRAIN_RUNS=str(place/runs))
     done = subprocess.run(list(map(str, command)), cwd=place, capture_output=True, text=True, timeout=300, env=env)
     assert (done.returncode == 0) == ok, done.stderr[-3000:]
-    if not ok: return done.stderr
+    if terminal or not ok: return done.stderr
     cells = [c for c in nbformat.read(out, 4).cells if c.cell_type == 'code']
     return ''.join(o.get('text', '') for c in cells for o in c.outputs)
 
@@ -58,7 +59,8 @@ def test_evaluate(place):
 def test_whiten_then_evaluate(place):
     "The files classify as before; evaluate takes them, with a folder of one's own and a learned exponent."
     world = place/'data'/'smoke'
-    job('whiten', place, '-p', 'images', world/'train', '-p', 'out', place/'white')
+    said = job('whiten', place, '-p', 'images', world/'train', '-p', 'out', place/'white', terminal=True)
+    assert 'strong copies of held-out images: mAP' in said and ': use ' in said
     before, white = load(place/'runs'/'trained'/'model'), load(place/'white')
     val = image_folder(world/'val')
     a, b = (embed(o, val, 32, logits=True, progress=False).logits for o in (before, white))
@@ -72,13 +74,88 @@ def test_whiten_then_evaluate(place):
     assert {'mAP', 'precision@5', 'recall@10'} <= {o['name'] for o in found['scores']} and 'learned from' in printed
     assert found['s'] == 32 and '64 images' in found['scores'][0]['protocol']['whitening'] and not found['synthetic']
 
+@pytest.fixture(scope='module')
+def photos(place):
+    "Drawn pictures that nothing says are drawn: a folder for each class, as anybody has it."
+    for part in ('train', 'val'): shutil.copytree(place/'data'/'smoke'/part, place/'photos'/part)
+    return place/'photos'
+
+def test_nothing_synthetic_for_a_run_on_photographs(place, photos):
+    "A run on a folder is scored on that folder, whitened with its images and by copies of them; no world is drawn."
+    recipe = make_recipe('smoke', data=str(photos), epochs=1, iterations=2)
+    run = train(recipe, Place('own', out=place/'runs2'), Machine(progress=False))
+    before = sorted((place/'data').iterdir())
+    printed = job('evaluate', place, '-p', 'model', run.folder, '-p', 'p', 'auto', '-p', 'out', place/'photo-results')
+    found = json.loads(next((place/'photo-results').glob('*.json')).read_text())
+    assert {o['protocol']['images'] for o in found['scores']} == {'photos val', 'IN-aug of photos train'}
+    assert [o['name'] for o in found['scores']] == ['top-1', 'Copies mAP', 'IN-aug'] and not found['synthetic']
+    assert 'chosen on IN-aug of photos train' in printed and 'synthetic' not in printed
+    job('whiten', place, '-p', 'model', run.folder, '-p', 'shrinkage', 'oas', '-p', 'out', place/'white-photos')
+    assert load(place/'white-photos').whitening.n == 64
+    scores = json.loads((place/'white-photos'/'scores.json').read_text())
+    assert [o['name'] for o in scores['before']] == ['Copies mAP', 'IN-aug']
+    about = json.loads((place/'white-photos'/'about.json').read_text())
+    assert about['classes'] == run.record['data']['train']['class_names'] and about['data'] == str(photos)
+    assert sorted((place/'data').iterdir()) == before
+
+def test_nothing_synthetic_for_a_model_without_data(place, photos):
+    "Of a network that was only saved nothing is known: it is scored on the folder that is given, or not at all."
+    save(load(place/'runs'/'trained'/'model'), place/'bare')
+    bare = ('-p', 'model', place/'bare', '-p', 's', 32)
+    assert 'nothing is known of the data of this model' in job('evaluate', place, *bare, ok=False)
+    assert "name='holidays' needs root" in job('evaluate', place, *bare, '-p', 'dataset', 'holidays', ok=False)
+    assert "whitening='world' is synthetic" in job('evaluate', place, *bare, '-p', 'dataset', photos/'val', '-p',
+                                                   'whitening', 'world', ok=False)
+    assert 'give a folder of images' in job('whiten', place, *bare, ok=False)
+    printed = job('evaluate', place, *bare, '-p', 'dataset', photos/'val', '-p', 'p', 'auto', '-p', 'out',
+                  place/'bare-out')
+    assert 'chosen on IN-aug of val' in printed
+    found = json.loads(next((place/'bare-out').glob('*.json')).read_text())
+    assert {o['protocol']['images'] for o in found['scores']} == {'val'}
+
+def test_a_list_of_queries(place, photos):
+    "Queries with right answers and junk, from a CSV file; the terminal ends with the result and where it is."
+    files = image_folder(photos/'val').paths
+    names = [Path(o).relative_to(photos/'val').as_posix() for o in files]
+    lines = [f'{names[i]},{names[i + 1]};{names[i + 2]},{names[i + 3]}' for i in (0, 6, 12)]
+    (place/'truth.csv').write_text('\n'.join(['query,positives,junk', *lines]) + '\n')
+    said = job('evaluate', place, '-p', 'dataset', place/'truth.csv', '-p', 'root', photos/'val', '-p', 'out',
+               place/'judged', terminal=True)
+    file, = (place/'judged').glob('*.json')
+    score = json.loads(file.read_text())['scores'][0]
+    assert (score['name'], score['n_queries'], score['protocol']['junk']) == ('mAP', 3, 3)
+    assert score['protocol']['database'] == len(files) - 3 # the queries are on nobody's list
+    lines = said.strip().splitlines()
+    at = lines.index(f'results: {file}') # behind it at most the last words of a kernel that ends
+    assert lines[at - 1].startswith(f'truth: mAP {score["value"]:.2f} %') and at >= len(lines) - 3
+
 def test_finetune_p(place):
     printed = job('finetune_p', place, '-p', 's', 48, '-p', 'per_class', 6, '-p', 'lr', .5, '-p', 'out', place/'tuned')
     found = json.loads(next((place/'tuned').glob('trained-finetune_p-s48-*.json')).read_text())
     assert len(found['curve']['p']) == 6 and found['curve']['p'][0] == found['p_start'] == 3 and found['p'] != 3
     assert f'{found["p"]:.3f}' in printed
 
+def test_recommend(place, photos):
+    "One line to use, and a model that opens with the settings; a folder without labels is asked by strong copies."
+    grid = ('-p', 'model', place/'runs'/'trained', '-r', 's', '32 48', '-p', 'ps', 3)
+    said = job('recommend', place, *grid, '-p', 'images', photos/'val', '-p', 'out', place/'ready', terminal=True)
+    found, opened = json.loads((place/'ready'/'recommended.json').read_text()), open_model(str(place/'ready'))
+    assert len(found['tried']) == 2*2*2 and 'their labels' in found['text']
+    best = max(found['tried'], key=lambda o: o['mAP'])
+    assert best['mAP'] - .25 <= next(o['mAP'] for o in found['tried'] if o['difference'] == 0)
+    white = 'not whitened' if opened.model.whitening is None else 'whitened'
+    shape = 'square' if opened.square else 'rectangle'
+    assert found['text'].startswith(f's* = {opened.s}, {shape}, p* = {opened.model.p:g}, {white}:')
+    assert f'use: -p s {opened.s} -p square {opened.square} -p p {opened.model.p:g}' in said.splitlines()
+    for i, o in enumerate(image_folder(photos/'val').paths):
+        (place/'flat').mkdir(exist_ok=True); shutil.copy(o, place/'flat'/f'{i}{Path(o).suffix}')
+    printed = job('recommend', place, *grid, '-p', 'images', place/'flat', '-p', 'square', True, '-p', 'whiten', False,
+                  '-p', 'out', place/'ready-flat')
+    assert 'strong copies of them' in printed and open_model(str(place/'ready-flat')).square is True
+
 @pytest.mark.parametrize('name, args, words', [
+    ('recommend', ('images', '/nowhere'), "images='/nowhere' is not a folder"),
+    ('recommend', ('ps', 'many'), "ps='many' must be numbers"),
     ('evaluate', ('datset', 'val'), 'datset (did you mean dataset?)'),
     ('evaluate', ('p', 'best'), "p='best' must be a number, auto or finetune"),
     ('whiten', ('images', '/nowhere'), "images='/nowhere' is not a folder"),
@@ -103,11 +180,13 @@ def parameters_of(name):
     return {o.targets[0].id: ast.literal_eval(o.value) for o in assigned}
 
 # what a job decides itself, or opens by name; its own word for an option where it has one
-WITHOUT = {'evaluate': {'name', 'data', 'images', 'ps', 'whiten', 'shrinkage', 'stated', 'folder', 'progress',
-                        'per_class'},
+WITHOUT = {'recommend': {'progress', 'square', 'ps', 'whiten'}, # None: several, as their defaults are
+           'evaluate': {'name', 'data', 'images', 'ps', 'whiten', 'stated', 'folder', 'progress',
+                        'per_class', 'classes'},
            'whiten': {'name', 'root', 'progress'}, 'finetune_p': {'name', 'root', 'images', 'progress'}}
 WORDS = {'dim': 'dims'}
-CALLED = {'evaluate': (open_benchmark, score_benchmark), 'whiten': (whitened,), 'finetune_p': (finetune_p,)}
+CALLED = {'evaluate': (open_benchmark, score_benchmark), 'whiten': (whitened,), 'finetune_p': (finetune_p,),
+          'recommend': (recommend,)}
 
 @pytest.mark.parametrize('name', CALLED)
 def test_parameters_are_those_of_the_functions(name):

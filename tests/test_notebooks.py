@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-JOBS = {'train', 'evaluate', 'whiten', 'finetune_p', 'demo'} # in tests of their own, through papermill
+JOBS = {'train', 'evaluate', 'whiten', 'finetune_p', 'recommend', 'demo'} # in tests of their own, through papermill
 ELSEWHERE = {'.ipynb_checkpoints', 'bench', 'paper', 'explore', 'studies'}
 NOTEBOOKS = [p.relative_to(ROOT) for p in sorted((ROOT/'nbs').rglob('*.ipynb'))
              if not ELSEWHERE & {*p.parts} and p.stem not in JOBS]

@@ -147,7 +147,7 @@ def test_plain_installation_runs_notebooks_and_explorers(plain, copy, tmp_path):
     test = 'from nbdev.test import nbdev_test; nbdev_test("nbs/01_gem.ipynb", n_workers=0)'
     run(plain, '-c', test, cwd=copy, env=env)
     code = ('from multigrain.explore_heatmaps import explore; e = explore().wait()\n'
-            'print(e.w.picture.value[:2] == b"\\xff\\xd8", e.w.message.value)')
+            'print(e.row.places[0].image.value[:2] == b"\\xff\\xd8", e.w.message.value)')
     assert run(plain, '-c', code, cwd=copy, env=env).startswith('True')
 
 def test_constraints_hold_what_is_required():

@@ -31,13 +31,14 @@ def same(a, b):
     assert a['paths'] == b['paths'] and a['labels'] == b['labels'] and a['thumbnails'] == b['thumbnails']
     assert np.allclose(a['vectors'], b['vectors'], atol=1e-5)
 
-def start(tmp_path, body, *arguments):
-    "A script in a process of its own."
+def start(tmp_path, body, *arguments, processes=1):
+    "A script in processes of its own."
     head = f'import sys, time\nsys.path.insert(0, {str(ROOT/"tests")!r})\nfrom test_search import *\n'
     script, env = tmp_path/'script.py', os.environ | dict(OMP_NUM_THREADS='1', PYTHONPATH=str(ROOT))
     script.write_text(f'{head}import warnings\nwarnings.simplefilter("ignore")\n{body}')
-    return subprocess.Popen([sys.executable, str(script), *map(str, arguments)], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True, env=env)
+    several = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    return subprocess.Popen([sys.executable, *several*(processes > 1), str(script), *map(str, arguments)],
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 EVERYWHERE = '''
 root = Path(sys.argv[1])
@@ -123,7 +124,7 @@ def test_killed_while_embedding_and_resumed(tmp_path):
     photos = draw(tmp_path/'photos', range(30))
     child = start(tmp_path, SLOW, photos, tmp_path/'index')
     try:
-        for _ in range(600):
+        for _ in range(3000): # a busy machine starts slowly
             time.sleep(.05)
             assert child.poll() is None, child.communicate()[1]
             marks = list((tmp_path/'index').glob('.work-*/done.npy'))
@@ -163,6 +164,39 @@ def test_grown_equals_built_at_once(tmp_path):
             assert np.allclose([h.similarity for h in a], [h.similarity for h in b], atol=1e-5)
     generation = grown.manifest.generation
     assert grown.update(progress=False).manifest.generation == generation
+
+SHARED = '''
+import torch.distributed as dist
+root = Path(sys.argv[1])
+def embedded(self, *_): seen.append(_[0]); return features(self, *_)
+seen, features = [], MultiGrain.features
+MultiGrain.features = embedded
+index = Index.build(root/'photos', model(), root/'shared', distractors=root/'unrelated', fpr=.05, **HOW)
+draw(root/'photos', [90]) if dist.get_rank() == 0 else None
+dist.barrier()
+index.add([root/'photos'/'090.png'], batch_size=2, progress=False)
+assert len(index) == 14 and len(index.query(root/'photos'/'090.png')) == 10
+try: index.remove('nowhere.png')
+except ValueError: pass
+else: raise AssertionError('not refused')
+open(root/f'seen{dist.get_rank()}', 'w').write(str(sum(map(len, seen))))
+'''
+
+def test_torchrun_shares_the_embedding(tmp_path):
+    "Two processes embed the images of one index, which then has the bytes of one made by one process."
+    photos, _ = draw(tmp_path/'photos', range(13)), draw(tmp_path/'unrelated', range(100, 130))
+    child = start(tmp_path, SHARED, tmp_path, processes=2)
+    errors = child.communicate(timeout=400)[1]
+    assert child.returncode == 0, errors[-3000:]
+    (new := photos/'090.png').rename(tmp_path/'090.png')
+    alone = Index.build(photos, model(), tmp_path/'alone', distractors=tmp_path/'unrelated', fpr=.05, **HOW)
+    (tmp_path/'090.png').rename(new)
+    alone.add([new], batch_size=2, progress=False)
+    seen = [int((tmp_path/f'seen{o}').read_text()) for o in (0, 1)]
+    assert sum(seen) >= 13 + 30 + 1 and min(seen) > 15 # both worked
+    a, b = ({o.name: o.read_bytes() for o in (tmp_path/p/'generation-000002').iterdir()} for p in ('alone', 'shared'))
+    assert {*a} >= {'embeddings.npy', 'rows.npy', 'thumbnails.bin', 'distractors.npy'} and a.keys() == b.keys()
+    for name in a: assert a[name] == b[name], name
 
 def test_two_objects_of_one_index(tmp_path):
     "One that was opened before the other wrote builds on what is there, and still answers from what it has."

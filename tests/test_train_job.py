@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 import pytest
 from multigrain.launch import Machine, Place, find_run, make_request, parameter_names
-from multigrain.recipe import ADDED_LATER, Recipe, make_recipe, parameters
+from multigrain.recipe import ADDED_LATER, Recipe, fit_recipe, make_recipe, parameters
 from multigrain.runs import run_hash
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +39,8 @@ def test_stored_runs_have_the_names_of_their_parameters():
         assert parameters(Recipe(**stored)) == stored
         assert file.parent.name == f'tiny-{run_hash(parameters(Recipe(**stored)))}'
 
-NEWER = [('group', 12), ('same_class', 'exclude'), ('bn_steps', 2), ('schedule', 'cosine')]
+NEWER = [('group', 12), ('same_class', 'exclude'), ('bn_steps', 2), ('schedule', 'cosine'), ('head_lr', 10.),
+         ('patience', 3)]
 
 @pytest.mark.parametrize('field,value', NEWER)
 def test_a_field_that_was_added_later_names_a_run_only_if_it_is_used(field, value):
@@ -54,7 +55,7 @@ def papermill(tmp_path, *words):
                '-p', 'preset', 'smoke', '-p', 'out', tmp_path/'runs', *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path,
                           env=os.environ | dict(OMP_NUM_THREADS='1'))
-    return done.returncode, done.stderr
+    return done.returncode, done.stdout + done.stderr
 
 def outputs(tmp_path):
     cells = json.loads((tmp_path/'out.ipynb').read_text())['cells']
@@ -73,10 +74,18 @@ def test_the_job(tmp_path):
     code, err = papermill(tmp_path, '-p', 'lam', '0.5')
     assert code == 0, err
     assert 'epoch 2/2' in err and 'img/s' in err and 'beta' in err
-    run, = (tmp_path/'runs').iterdir()
+    pink = [''.join(o['text']) for o in outputs(tmp_path) if o.get('name') == 'stderr'] # on a page
+    assert 'epoch' not in ''.join(pink)
+    run, = (tmp_path/'runs').glob('smoke-*')
     record = json.loads((run/'run.json').read_text())
     assert record['complete'] and record['parameters']['lam'] == .5
-    assert {'val_top1', 'in_aug', 'in_aug_untrained'} <= record['result'].keys()
+    names = {'k-NN top-1', 'Copies mAP', 'IN-aug'}
+    assert record['result']['start'].keys() == record['result']['end'].keys() == names
+    assert 'val_top1' in record['result']
+    strange = 'Executing', 'Task was destroyed', 'task: <Task' # papermill's bar, and a kernel that ends
+    lines = [o for o in err.splitlines() if o.strip() and not any(k in o for k in strange)]
+    assert lines[-1].startswith('run: ') and run.name in lines[-1] # the terminal ends with where it is
+    assert 'synthetic smoke val: ' in lines[-2] + lines[-3]
     text = ''.join(''.join(o.get('text', '')) for o in outputs(tmp_path))
     assert 'top-1' in text and 'IN-aug' in text and run.name in text
     assert any('image/png' in o.get('data', {}) for o in outputs(tmp_path))
@@ -84,4 +93,30 @@ def test_the_job(tmp_path):
     state = (run/'epoch.safetensors').stat().st_mtime_ns
     code, err = papermill(tmp_path, '-p', 'lam', '0.5') # a second call adds nothing
     assert code == 0 and (run/'epoch.safetensors').stat().st_mtime_ns == state
-    assert len(list((tmp_path/'runs').iterdir())) == 1
+    assert len(list((tmp_path/'runs').glob('smoke-*'))) == 1
+
+def test_the_yardstick_is_the_network_it_started_from(tmp_path):
+    "A training that learns nothing ends where it started; one that destroys says so in the first line."
+    still = '-p lr 0 -p beta_lr 0 -p batch_norm frozen -p name still'.split()
+    code, err = papermill(tmp_path, *still)
+    assert code == 0, err
+    result = json.loads(next((tmp_path/'runs').glob('still-*/run.json')).read_text())['result']
+    assert result['start'] == result['end']
+    code, err = papermill(tmp_path, '-p', 'lr', '30', '-p', 'weight_decay', '0.03', '-p', 'name', 'wild')
+    if code: return # a loss that is not finite is said, too
+    result = json.loads(next((tmp_path/'runs').glob('wild-*/run.json')).read_text())['result']
+    worse = [k for k in result['end'] if result['end'][k] < result['start'][k] and k != 'k-NN top-1']
+    assert worse and 'smoke val: BELOW the network it started from: ' in err
+
+def test_a_finetuning_chooses_its_length(tmp_path):
+    "The preset by name; steps and epochs come from the size of the set, the time is told before it starts."
+    words = '-p preset finetune -p trunk mini -p pretrained False -p data smoke -p resolution 32'.split()
+    code, err = papermill(tmp_path, *words)
+    assert code == 0, err
+    run, = (tmp_path/'runs').glob('finetune-*')
+    record = json.loads((run/'run.json').read_text())
+    assert record['parameters']['epochs'] == record['parameters']['iterations'] == 0
+    fitted = fit_recipe(make_recipe('finetune', data='smoke'), 64)
+    assert 'at the speed of this moment' in err.split('epoch 1/')[0]
+    assert f'{fitted.epochs} epochs of {fitted.iterations} steps' in err
+    assert record['result']['epochs'] <= fitted.epochs

@@ -1,5 +1,5 @@
 "Training as people run it: real processes, killed at bad moments, several of them, and on a full disk."
-import os, signal, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 import pytest
 from safetensors.torch import load_file
@@ -27,6 +27,17 @@ if where == 'flush': kill_at(os, 'fsync')                          # a state is 
 if where == 'rename': kill_at(os, 'replace')                       # it is on the disk, but has no name yet
 if where == 'lines': kill_at(multigrain.runs.Run, 'write_lines')   # it has its name, the metrics are old
 if where == 'norm': kill_at(multigrain.training, 'estimate_statistics') # all steps are taken, the state is older
+if where == 'spy': # what each process sees: the views of its groups, and their pairs
+    import json
+    real = multigrain.training.JointModel.forward
+    def forward(self, image, label, instance, generator):
+        out = real(self, image, label, instance, generator)
+        pairs = self.loss.margin.pairs
+        seen = [instance.tolist(), image.flatten(1).sum(1).tolist(), *(o.tolist() for o in pairs[:4])]
+        file = os.path.join(os.environ['SPY'], os.environ.get('RANK', '0'))
+        with open(file, 'a') as f: print(json.dumps(seen), file=f)
+        return out
+    multigrain.training.JointModel.forward = forward
 if where == 'finish': kill_at(multigrain.training, 'save_model')   # all epochs are there, the network is not
 sys.exit(multigrain.launch.main(words))
 '''
@@ -136,6 +147,42 @@ def test_gathered_pairs_are_those_of_the_whole_batch(world, tmp_path):
     run(world, tmp_path/'two', processes=2, **joint)
     one, two = (the_run(tmp_path/o).metrics for o in ('one', 'two'))
     assert abs(one.retrieval - two.retrieval).max() < 1e-4 and abs(one.beta - two.beta).max() < 1e-4
+
+def seen_by(folder, processes, groups=4):
+    "What the groups of each step saw, in the order of the groups."
+    parts = groups//processes
+    lines = [[json.loads(o) for o in (folder/str(r)).read_text().splitlines()] for r in range(processes)]
+    return [lines[r][i*parts + k] for i in range(len(lines[0])//parts) for r in range(processes) for k in range(parts)]
+
+@pytest.mark.slow
+def test_groups_are_the_same_on_1_2_and_4_processes(world, tmp_path, monkeypatch):
+    "The same images, views and pairs exactly; the same weights, statistics and losses to rounding, after ten steps."
+    groups = dict(group=6, batch_norm='group', iterations=10, epochs=1, lr=.01, save_minutes=60)
+    spied, found = [], []
+    for n in (1, 2, 4):
+        (seen := tmp_path/f'seen{n}').mkdir()
+        monkeypatch.setenv('SPY', str(seen))
+        if n == 1: run(world, tmp_path/'1', 'spy', **groups)
+        else: launched(world, tmp_path/str(n), n, groups)
+        spied.append(seen_by(seen, n))
+        found.append(load_file(the_run(tmp_path/str(n)).folder/'epoch.safetensors'))
+        assert the_run(tmp_path/str(n)).record['computed'] == [dict(processes=n, parts=4//n, precision='float32')]
+    assert len(spied[0]) == 40 and spied[0] == spied[1] == spied[2]
+    for other in found[1:]:
+        assert found[0].keys() == other.keys()
+        assert max(float((found[0][k].double() - other[k].double()).abs().max()) for k in other) < 1e-6
+    assert {int(v) for k, v in found[0].items() if 'num_batches' in k} == {10} # one update a step
+
+def launched(world, out, n, parameters):
+    "The script of this file in n processes, through torch's launcher."
+    script = out.with_suffix('.py')
+    script.write_text(TRAIN)
+    given = dict(preset='smoke', data=world, out=out, progress='false') | parameters
+    words = [str(w) for k, v in given.items() for w in (f'--{k}', v)]
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={n}', str(script)]
+    done = subprocess.run([*command, 'spy', '0', '0', *words], capture_output=True, text=True, timeout=300,
+                          env=os.environ | dict(OMP_NUM_THREADS='1'))
+    assert done.returncode == 0, done.stderr[-2000:]
 
 def test_another_number_of_processes_continues_at_the_epoch(world, tmp_path):
     frozen = dict(lam=1, batch_norm='frozen', lr=.02)

@@ -1,16 +1,18 @@
 "The layer that makes the numbers, by value: recipe, studies, claims. Each test names the mistake that it would catch."
-import dataclasses, json, math
+import dataclasses, inspect, json, math
 from pathlib import Path
 
 import numpy as np, pytest, torch
-from multigrain.claims import registered, rule_arms, rules
+from multigrain.benchmark import recommend, some_images, two_parts
+from multigrain.claims import length_words, registered, rule_arms, rules
 from multigrain.datasets import read_split, split_names, training_sets, world_folder
 from multigrain.embed import embed
-from multigrain.evaluate import accuracy, copydays_map
+from multigrain.evaluate import accuracy, copydays_map, nearest_neighbours
 from multigrain.model import MultiGrain
-from multigrain.recipe import PRESETS, Recipe, make_recipe
+from multigrain.recipe import PRESETS, Recipe, make_recipe, parameters
+from multigrain.runs import Run, run_folder
 from multigrain.studies import ARMS, STUDIES, arm_recipe, asks, find_study, measure_set, open_set
-from multigrain.whiten import Whitening
+from multigrain.whiten import Whitening, left_out, phi
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -22,8 +24,9 @@ PAPER = dict( # section 4.1, table B.1 and C.1; momentum and weight decay from t
 def test_recipe_is_the_papers():
     recipe = dataclasses.asdict(make_recipe('paper', data='x'))
     assert {k: recipe[k] for k in PAPER} == PAPER
-    others = dict(data='x', batch_norm='local', gather=False, accumulate=1, precision='float32', compile=False,
-                  exact=True, bad='raise', seed=0, preset='paper', group=0, bn_steps=0, schedule='drops')
+    others = dict(data='x', batch_norm='group', gather=False, accumulate=1, precision='float32', compile=False,
+                  exact=True, bad='raise', seed=0, preset='paper', group=128, bn_steps=0, schedule='drops',
+                  head_lr=1., patience=0)
     assert {k: v for k, v in recipe.items() if k not in PAPER} == others, 'a new field: is its default the paper?'
     assert make_recipe('paper', data='x', augmentation='AA').iterations == 7508
 
@@ -60,7 +63,70 @@ def test_recipe_momentum_and_decay_reach_the_optimizer():
 def test_recipe_of_every_preset_is_complete():
     for name in PRESETS: assert isinstance(make_recipe(name, data='smoke'), Recipe)
 
+SMALL = dict( # preset -> what it changes; the demo, the guides and committed runs stand on these
+    mini=dict(data='world', trunk='mini', m=2, min_crop=.5, resolution=48, batch_size=24, iterations=120, epochs=40,
+              lr=.035, schedule='cosine', drops=(), warmup=3., weight_decay=5e-4, same_class='exclude'),
+    smoke=dict(data='smoke', trunk='mini', resolution=32, batch_size=24, iterations=4, epochs=2, lr=.05, drops=(1,)))
+
+@pytest.mark.parametrize('preset', SMALL)
+def test_recipe_of_small_presets(preset):
+    "A preset that drifts would give old names to other runs."
+    recipe = dataclasses.asdict(make_recipe(preset))
+    usual = dataclasses.asdict(Recipe(data='x')) | dict(preset=preset)
+    assert {k: v for k, v in recipe.items() if v != usual[k]} == {
+        k: v for k, v in SMALL[preset].items() if v != usual[k]}
+
+def test_recipe_of_the_demo_has_its_record():
+    "The demo compares with a stored run of its own recipe at lam=1; without it, it would show nothing beside."
+    folder = run_folder('demo', parameters(make_recipe('mini', lam=1.)), ROOT/'data/paper/store')
+    run = Run(folder)
+    assert run.complete and len(run.metrics) == make_recipe('mini').epochs
+    scores = json.loads((folder/'demo.json').read_text())
+    assert scores['top-1'] == pytest.approx(100*run.result['val_top1'])
+    assert {'Holidays mAP', 'UKBench', 'Copydays mAP', 'IN-aug'} < scores.keys()
+
 # Studies
+
+COMMON = { # study -> seeds, images of a class for IN-aug, and what its runs have in common beyond the paper's recipe
+    'smoke': (2, 2, dict(SMALL['smoke'], m=2)),
+    'mini': (3, 10, dict(trunk='mini', m=2, min_crop=.5, resolution=32, batch_size=32, iterations=100, epochs=36,
+                         lr=.02, drops=(24, 33), warmup=2., weight_decay=5e-4, exact=False)),
+    'tiny': (3, 5, dict(trunk='small', min_crop=.08, resolution=32, batch_size=128, iterations=156, epochs=24, lr=.05,
+                        drops=(12, 19), warmup=2., weight_decay=5e-4)),
+    'claims': (8, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
+                          drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
+    'cifar': (6, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
+                         drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
+    'pilots': (2, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
+                          drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
+    'paper': (1, 2, dict(group=128, batch_norm='group'))}
+
+@pytest.mark.parametrize('name', STUDIES)
+def test_studies_recipes_by_value(name):
+    "A number of a study that drifts would not be noticed by any of its tables."
+    study = dataclasses.replace(STUDIES[name], data='x')
+    seeds, per_class, common = COMMON[name]
+    assert (study.seeds, study.per_class) == (seeds, per_class)
+    recipe = dataclasses.asdict(arm_recipe(study, 'MultiGrain p=3', 5))
+    usual = dataclasses.asdict(Recipe(data='x', seed=5)) | dict(preset=study.preset)
+    expected = {k: v for k, v in common.items() if k != 'data' and v != usual[k]}
+    assert {k: v for k, v in recipe.items() if v != usual[k]} == expected
+
+ELSEWHERE = {'lam=0.1': (.1, 3, 3.), 'lam=0.9': (.9, 3, 3.), 'RA m=2': (1., 2, 3.), 'RA m=3': (1., 3, 3.),
+             'RA m=5': (1., 5, 3.), 'published sampling': (.5, 3, 3.), 'learned p': (.5, 3, 3.),
+             'uniform short': (1., 1, 1.), 'RA short': (1., 3, 1.), 'uniform long': (1., 1, 1.), 'RA long': (1., 3, 1.),
+             'uniform, batch x 3': (1., 1, 1.)}
+
+@pytest.mark.parametrize('arm', ELSEWHERE)
+def test_studies_other_arms_are_what_they_are_called(arm):
+    larger = 'batch' in arm # three times that of the study it belongs to
+    r = arm_recipe(find_study('pilots') if larger else find_study('paper', str(ROOT)), arm, 0)
+    assert (r.lam, r.m, r.p) == ELSEWHERE[arm]
+    assert r.learn_p == (arm == 'learned p') and (r.sampling == 'published') == (arm == 'published sampling')
+    own = {'short': (10, (5, 7, 9)), 'long': (45, (22, 33, 40))}.get(arm.split()[-1], (120, (30, 60, 90)))
+    assert (r.epochs, r.drops) == ((30, (15, 22, 27)) if larger else own)
+    assert r.batch_size == (3*arm_recipe(find_study('pilots'), 'uniform p=1', 0).batch_size if larger else 512)
+    assert {*ELSEWHERE, *TABLE} == {*ARMS}
 
 TABLE = { # arm -> what differs from the study, in the words of the paper's table 2
     'uniform p=1': (1., 1, 1.), 'uniform p=3': (1., 1, 3.), 'RA p=1': (1., 3, 1.), 'RA p=3': (1., 3, 3.),
@@ -82,7 +148,7 @@ def test_studies_differ_in_one_thing_at_a_time():
 
 def test_studies_resolutions():
     assert {k: o.s for k, o in STUDIES.items()} == dict(smoke=(32, 48), mini=(32, 48, 64), tiny=(32, 48, 64),
-                                                         claims=(32, 48, 64), cifar=(32,),
+                                                         claims=(28, 42, 56), cifar=(28,), pilots=(28,),
                                                          paper=(224, 500, 800))
     for study in STUDIES.values():
         assert study.s[0] == arm_recipe(dataclasses.replace(study, data='x'), 'RA p=1', 0).resolution
@@ -144,6 +210,17 @@ def test_studies_values_of_retrieval(smoke, net):
     assert rows[2., 0] == copydays_map(x, found.images).value
     assert rows[2., net.dim] == copydays_map(white.transform(torch.tensor(np.asarray(x))), found.images).value
 
+def test_studies_keep_the_chosen_shrinkage_beside(smoke, net, tmp_path):
+    "Rows under another name: the whitening that the library would use, from the same vectors."
+    from multigrain.studies import network_scores
+    found, study = open_set(smoke, 'copydays'), dataclasses.replace(smoke, s=(48,))
+    rows = network_scores(tmp_path, lambda: net, study, ['copydays'], 'smoke')
+    x, w = (torch.tensor(np.asarray(embed(net, o, 48, False, 2., progress=False).embedding)) for o in found)
+    def score(shrinkage): return copydays_map(Whitening.fit(w, net.dim, shrinkage).transform(x), found.images).value
+    at = {(o.set, o.dims): o.value for o in rows if o.p == 2.}
+    assert at == {('copydays', 0): copydays_map(x, found.images).value, ('copydays', net.dim): score('oas'),
+                  ('copydays shrunk', net.dim): score(None)}
+
 # The exponent
 
 def test_value_of_finetuned_p_with_momentum(net):
@@ -189,6 +266,53 @@ def test_claims_conditions_of_the_paper_hold_for_the_paper():
     assert {o for names in known['kinds'].values() for o in names} <= set(known['conditions'])
     assert set(ARMS) >= {'uniform p=1', 'RA p=1', 'MultiGrain p=1', 'MultiGrain p=3'}
 
+def test_claims_length_of_a_training_that_is_just_enough():
+    "The registered bound itself is still long enough."
+    assert length_words(.5, .5) == '' and 'by 0.6 points' in length_words(.6, .5)
+
+# Survivors of `make mutants`: each test here was written for a mistake that nothing noticed
+
+def test_whiten_left_out_is_a_fit_without_the_image():
+    "A dozen images, so that every term counts: the formula against fits that did not see the image."
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    w = Whitening.fit(x, shrinkage=0.)
+    z = phi(x, w.mean, w.S)
+    lengths = z.norm(dim=1)
+    cosines = (z @ z.T)/lengths[:, None]/lengths
+    found = left_out(cosines, lengths, lengths, len(x), 0.)
+    for i in range(len(x)):
+        rest = torch.arange(len(x)) != i
+        o = Whitening.fit(x[rest], shrinkage=0.)
+        a, b = phi(x[i:i + 1], o.mean, o.S), phi(x[rest], o.mean, o.S)
+        assert torch.allclose(found[i, rest], torch.cosine_similarity(a, b), atol=1e-5)
+
+def test_whiten_lengths_of_a_whitening_that_was_not_fitted():
+    "A published whitening does not say how much of the variance it keeps: all of it, then."
+    x = torch.randn(50, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    w = Whitening.fit(x, shrinkage=0.)
+    alone = Whitening(w.mean, w.S)
+    z = phi(x, w.mean, w.S)
+    assert alone.kept is None
+    assert torch.allclose(alone.lengths(z/z.norm(dim=1, keepdim=True)).to(z), z.norm(dim=1), rtol=1e-4)
+
+def test_benchmark_settings_that_are_tried():
+    "What `recommend` tries where nothing is given, and how many images are enough."
+    given = {k: v.default for k, v in inspect.signature(recommend).parameters.items()}
+    assert given['s'] == (224, 448) and given['ps'] == (1., 2., 3., 5.) and given['most'] == 1000
+    assert given['square'] == (True, False) and given['whiten'] == (False, True) and given['slack'] == .25
+    assert inspect.signature(some_images).parameters['most'].default == 2000
+
+def test_benchmark_groups_of_eight_are_cut():
+    "Eight images of a group are halved, seven stay together."
+    parts = two_parts(np.repeat([0, 1], [8, 7]))
+    assert parts[:8].sum() == 4 and len(set(parts[8:].tolist())) == 1
+
+def test_evaluate_one_neighbour_can_be_asked_for():
+    x = torch.eye(3)
+    rows, cosines = nearest_neighbours(x, x, 1)
+    assert rows.tolist() == [[0], [1], [2]] and cosines.tolist() == [[1.], [1.], [1.]]
+    with pytest.raises(ValueError, match='k=0'): nearest_neighbours(x, x, 0)
+
 # -- the splits of the registered studies ---------------------------------------------------------
 
 PILOT = set('''n01784675 n02085620 n02129165 n02480495 n02788148 n02793495 n02815834 n02843684
@@ -213,6 +337,9 @@ def test_studies_split_leaves_the_pilots_alone():
     assert set(split.parts['whiten']) == PILOT and not PILOT & set(split.parts['pool'])
     for c, some in split.parts['copies'].items(): assert set(some) <= set(split.parts['test'][c])
     assert 10*96 <= sum(map(len, split.parts['whiten'].values())) # ten images for each dimension
+    pilot = read_split('data/splits/pilot20.json')
+    assert set(pilot.parts['pool']) == PILOT and pilot.per_class*20 == split.per_class*80
+    for c, some in pilot.parts['pool'].items(): assert not set(some) & set(pilot.parts['val'][c])
 
 def test_claims_are_registered_with_their_arms():
     "Arms and seeds of a study are those that were registered, and all rules can be read."

@@ -1,4 +1,4 @@
-"Settings of `make lab`, for this project alone: notebooks are cleaned when they are saved."
+"Settings of `make lab`, for this project alone: notebooks are cleaned when they are saved, uploads may be large."
 import os
 from pathlib import Path
 
@@ -16,3 +16,4 @@ def clean_on_save(model, path='', **_):
 if 'c' in globals(): # read by Jupyter
     c.ContentsManager.pre_save_hook = clean_on_save # noqa: F821
     c.LabApp.news_url = None # noqa: F821  no question on the first start
+    c.ServerApp.tornado_settings = {'websocket_max_message_size': 100*2**20} # noqa: F821  an upload is one message
