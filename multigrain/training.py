@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['lr_factor', 'rate_factor', 'parameter_groups', 'step_seed', 'own_stream', 'NotFinite', 'gathered', 'JointModel',
            'norm_layers', 'set_mode', 'Totals', 'Process', 'sum_over_processes', 'parts_per_step', 'views_per_part',
-           'make_joint', 'add_in_order', 'Learner', 'OneUpdate', 'latest_state', 'Counts', 'validate',
-           'estimate_statistics', 'Data', 'make_data', 'in_parts', 'pair_metrics', 'epoch_metrics', 'Trainer', 'Timing',
-           'epoch_text', 'no_progress', 'estimate_text']
+           'make_joint', 'from_all', 'add_in_order', 'Learner', 'sum_in_pairs', 'OneUpdate', 'latest_state', 'Counts',
+           'validate', 'estimate_statistics', 'Data', 'make_data', 'in_parts', 'pair_metrics', 'epoch_metrics',
+           'Trainer', 'Timing', 'epoch_text', 'no_progress', 'estimate_text']
 
 # %% ../nbs/32_training.ipynb #92cd1c7d
 import copy, math, os, runpy, time, warnings
@@ -201,16 +201,23 @@ def make_joint(recipe:Recipe,      # what to build
                         same_class=r.same_class, group=r.group)
     return JointModel(model, JointLoss(r.lam, margin), gather)
 
+# %% ../nbs/32_training.ipynb #5be0f3a1
+def from_all(x:Tensor,      # of this process
+             processes:int  # how many there are
+            )->list:        # of tensors, in the order of the processes
+    "What all processes have in the place of x."
+    if processes == 1: return [x]
+    found = [torch.empty_like(x) for _ in range(processes)]
+    dist.all_gather(found, x)
+    return found
+
 # %% ../nbs/32_training.ipynb #2d1d50b0
 def add_in_order(processes:int, # that share a batch
                  bucket         # of gradients, `torch.distributed.GradBucket`
                 ):              # future with their mean
     "The mean of the gradients, added in the order of the processes."
-    own = bucket.buffer()/processes
-    parts = [torch.empty_like(own) for _ in range(processes)]
-    dist.all_gather(parts, own)
     done = torch.futures.Future()
-    done.set_result(reduce(torch.add, parts))
+    done.set_result(reduce(torch.add, from_all(bucket.buffer()/processes, processes)))
     return done
 
 # %% ../nbs/32_training.ipynb #a3baed9c
@@ -237,6 +244,8 @@ class Learner:
     @property
     def model(self)->MultiGrain: return self.joint.model
     @property
+    def in_pairs(self)->bool: return self.recipe.batch_norm == 'group' and self.device.type == 'cpu'
+    @property
     def beta(self)->float: return self.joint.loss.margin.beta.item()
     def to_device(self, batch:Batch)->Batch:
         "A batch as the network wants it."
@@ -260,7 +269,8 @@ def backward(self:Learner,
             )->Totals:    # of this part
     "Forward and backward of one part of a step."
     precision = getattr(torch, self.recipe.precision)
-    wait = nullcontext() if last or self.process.size == 1 else self.net.no_sync() # exchanged once
+    alone = self.process.size == 1 or last and not self.in_pairs # else exchanged once, at the end
+    wait = nullcontext() if alone else self.net.no_sync()
     with own_stream(seed, self.device) as generator, wait:
         with torch.autocast(self.device.type, precision, enabled=precision != torch.float32):
             joint, correct = self.net(batch.image, batch.label, batch.instance, generator)
@@ -270,26 +280,53 @@ def backward(self:Learner,
     pairs = [o/n for o in (joint.fallback, joint.entropy, joint.collision)]
     return Totals(1/n, value/n, *terms, float(correct), len(batch.image), *pairs)
 
+# %% ../nbs/32_training.ipynb #c41d7e90
+def sum_in_pairs(xs:list # of tensors
+                )->Tensor:
+    "Their sum, by pairs and pairs of pairs: the halves can be made elsewhere."
+    while len(xs) > 1: xs = [sum(xs[i+1:i+2], xs[i]) for i in range(0, len(xs), 2)]
+    return xs[0]
+
 # %% ../nbs/32_training.ipynb #797348e1
 class OneUpdate:
     "Running statistics that get one update a step: the mean over its groups."
     def __init__(self, layers:list): # of batch norm
-        self.layers, self.parts = layers, 0
+        self.layers, self.groups = layers, []
         self.tensors = [x for o in layers for x in (o.running_mean, o.running_var)]
-        self.before, self.sum = self.now(), 0.
+        self.before = self.now()
     def now(self)->Tensor: return torch.cat([o.detach().clone() for o in self.tensors])
     def put(self, flat:Tensor)->None:
         sizes = [len(o) for o in self.tensors]
         for o, x in zip(self.tensors, flat.split(sizes)): o.copy_(x)
     def add(self)->None:
         "Note what a group has made of them, and put back what they were."
-        self.sum, self.parts = self.sum + self.now(), self.parts + 1
+        self.groups.append(self.now())
         self.put(self.before)
     def finish(self, processes:int)->None:
         "Keep the mean over all groups."
-        if processes > 1: dist.all_reduce(self.sum)
-        self.put(self.sum/(self.parts*processes))
-        for o in self.layers: o.num_batches_tracked -= self.parts - 1
+        total = sum_in_pairs(from_all(sum_in_pairs(self.groups), processes))
+        self.put(total/(len(self.groups)*processes))
+        for o in self.layers: o.num_batches_tracked -= len(self.groups) - 1
+
+# %% ../nbs/32_training.ipynb #91fa3d57
+@patch
+def gradients(self:Learner)->list: # of tensors
+    "The gradients that there are."
+    return [o.grad for o in self.joint.parameters() if o.grad is not None]
+
+@patch
+def take_gradients(self:Learner)->Tensor: # flat
+    "The gradients of a group; the next group starts from zero."
+    flat = torch.cat([o.flatten() for o in self.gradients()])
+    self.optimizer.zero_grad(set_to_none=False)
+    return flat
+
+@patch
+def put_gradients(self:Learner, groups:list)->None: # of `take_gradients`
+    "The mean over the groups of all processes, in the place of the gradients."
+    n, now = self.process.size, self.gradients()
+    mean = sum_in_pairs(from_all(sum_in_pairs(groups), n))/n
+    for o, x in zip(now, mean.split([o.numel() for o in now])): o.copy_(x.view_as(o))
 
 # %% ../nbs/32_training.ipynb #573bcaf0
 @patch
@@ -302,11 +339,13 @@ def step(self:Learner,
     r, n, totals = self.recipe, len(parts), Totals()
     rank = 0 if r.gather else self.process.rank # gathered pairs are the same in each process
     self.optimizer.zero_grad(set_to_none=True)
-    update = OneUpdate(norm_layers(self.model)) if r.batch_norm == 'group' else None
+    update, groups = OneUpdate(norm_layers(self.model)) if r.batch_norm == 'group' else None, []
     for k, batch in enumerate(parts):
         totals += self.backward(batch, step_seed(r.seed, epoch, i, rank*n + k), n, k == n - 1)
         if update: update.add()
+        if self.in_pairs: groups.append(self.take_gradients())
     if update: update.finish(self.process.size)
+    if groups: self.put_gradients(groups)
     factor = rate_factor(r, epoch, i)
     for group in self.optimizer.param_groups: group['lr'] = group['base_lr']*factor
     self.scaler.step(self.optimizer)

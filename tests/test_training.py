@@ -156,7 +156,7 @@ def seen_by(folder, processes, groups=4):
 
 @pytest.mark.slow
 def test_groups_are_the_same_on_1_2_and_4_processes(world, tmp_path, monkeypatch):
-    "The same images, views and pairs exactly; the same weights, statistics and losses to rounding, after ten steps."
+    "The same images, views and pairs, and the same weights, statistics and momentum to the bit, after ten steps."
     groups = dict(group=6, batch_norm='group', iterations=10, epochs=1, lr=.01, save_minutes=60)
     spied, found = [], []
     for n in (1, 2, 4):
@@ -170,7 +170,7 @@ def test_groups_are_the_same_on_1_2_and_4_processes(world, tmp_path, monkeypatch
     assert len(spied[0]) == 40 and spied[0] == spied[1] == spied[2]
     for other in found[1:]:
         assert found[0].keys() == other.keys()
-        assert max(float((found[0][k].double() - other[k].double()).abs().max()) for k in other) < 1e-6
+        assert [k for k in other if not found[0][k].equal(other[k])] == []
     assert {int(v) for k, v in found[0].items() if 'num_batches' in k} == {10} # one update a step
 
 def launched(world, out, n, parameters):
