@@ -7,7 +7,7 @@ __all__ = ['VERDICTS', 'PARTS', 'Claim', 'verdict', 'judge', 'untested', 'sign_f
            'image_interval', 'Condition', 'measured_conditions', 'registered', 'conditions', 'outside',
            'within_conditions', 'claim_table', 'why_outside', 'todo_text', 'Rule', 'rules', 'rule_arms', 'curve_part',
            'term_values', 'rule_effects', 'term_right', 'rule_images', 'pilot_runs', 'length_change', 'length_words',
-           'with_length', 'judge_rules']
+           'outside_too', 'with_length', 'with_power', 'judge_rules']
 
 # %% ../nbs/61_claims.ipynb #8b68cde2
 import itertools, math
@@ -15,7 +15,7 @@ from functools import cache
 from typing import NamedTuple
 import numpy as np
 from .basics import check_choice, check_int, project_root, read_json, require
-from .datasets import is_drawn
+from .datasets import is_drawn, read_split
 from .model import MultiGrain
 from .runs import Run, mean_interval
 from .studies import (Study, asks, ensure_runs, find_run, find_study, p_star, s_star,
@@ -137,7 +137,15 @@ class Condition(NamedTuple):
 
 # %% ../nbs/61_claims.ipynb #00909c4b
 @cache
-def _stride(trunk:str)->int: return MultiGrain(trunk, n_classes=0).stride
+def _trunk(name:str)->tuple: # stride, dimensions
+    net = MultiGrain(name, n_classes=0)
+    return net.stride, net.dim
+
+def _to_whiten(data:str, images:int)->int:
+    "How many images a whitening learns from: those of the split, or up to 2000 of the training images."
+    if not data.startswith('split:'): return min(2000, images)
+    file = data.removeprefix('split:').partition('#')[0]
+    return sum(map(len, read_split(file).parts.get('whiten', {}).values()))
 
 def measured_conditions(run:Run,     # complete, or a record
                         seeds:int=1  # of its arm
@@ -146,9 +154,11 @@ def measured_conditions(run:Run,     # complete, or a record
     r, data = run.parameters, run.record['data']['train']
     steps, views = r['epochs']*r['iterations'], r.get('group') or r['batch_size']//r['accumulate']
     images, classes, last = max(1, views//r['m']), max(1, data['classes']), run.metrics.iloc[-1]
+    stride, dim = _trunk(r['trunk'])
     return dict(photographs=float(not is_drawn(r['data'])), steps=steps, images=images,
-                shown=steps*r['batch_size']/data['images'], map=r['resolution']//_stride(r['trunk']),
+                shown=steps*r['batch_size']/data['images'], map=r['resolution']//stride,
                 collision=1 - (1 - 1/classes)**(images - 1), seeds=seeds,
+                whitening=_to_whiten(r['data'], data['images'])/dim,
                 overfits=100*(last.get('train_top1', math.nan) - last.get('val_top1', math.nan)))
 
 # %% ../nbs/61_claims.ipynb #977b721f
@@ -296,11 +306,24 @@ def length_words(change:float, # from `length_change`
 # %% ../nbs/61_claims.ipynb #395b00f1
 _OF_LENGTH = 'RA', 'margin loss', 'exponent' # kinds of claims about a training
 
+def outside_too(claim:Claim, why:str)->Claim:
+    "A claim that is outside, for one more reason."
+    return claim._replace(verdict='outside', why='; '.join(filter(None, (claim.why, why))))
+
 def with_length(claim:Claim, kind:str)->Claim:
     "*Outside*, if the claim is about a training that may be too short."
     known = registered()
     why = length_words(length_change(pilot_runs()), known['length']['most']) if kind in _OF_LENGTH else ''
-    return claim._replace(verdict='outside', why='; '.join(filter(None, (claim.why, why)))) if why else claim
+    return outside_too(claim, why) if why else claim
+
+def with_power(claim:Claim, # with the smallest effect that would have been found
+               paper        # effect there, a number or words
+              )->Claim:
+    "*Outside*, if nothing was seen and an effect of the paper's size would not have been seen either."
+    if claim.verdict != 'inconclusive' or not isinstance(paper, (int, float)): return claim
+    if claim.smallest <= abs(paper): return claim
+    found = f'{claim.n} seeds find {claim.smallest:.1f} {claim.unit}'
+    return outside_too(claim, f'{found}, not {abs(paper):g} as in the paper')
 
 # %% ../nbs/61_claims.ipynb #27ec44eb
 def judge_rules(found:list,  # of `Rule`
@@ -313,7 +336,8 @@ def judge_rules(found:list,  # of `Rule`
         effects = rule_effects(o, study, runs)
         claim = judge(o.claim, effects, o.paper, o.unit)._replace(
             family=o.family, images=rule_images(o, study, runs), smallest=smallest_effect(effects))
-        claims += [with_length(*within_conditions([claim], runs[o.of][0].run, o.kind, len(effects)), o.kind)]
+        claim, = within_conditions([claim], runs[o.of][0].run, o.kind, len(effects))
+        claims += [with_length(with_power(claim, o.paper), o.kind)]
     for family in dict.fromkeys(o.family for o in claims):
         some = [i for i, o in enumerate(claims) if o.family == family]
         for i, p in zip(some, holm([claims[i].p for i in some])):

@@ -71,7 +71,7 @@ STUDIES = {o.name: o for o in (
     Study('mini', 'mini', _MINI, 3, (32, 48, 64), 'world', _BENCHMARKS, 10),
     Study('tiny', 'mini', _TINY, 3, (32, 48, 64), 'data/tiny_imagenet100', ('copies',), 5, True),
     Study('claims', 'mini', _CLAIMS, 8, (28, 42, 56), 'split:data/splits/tiny80.json#{seed}', ('copies',), 5, True),
-    Study('pilots', 'mini', _CLAIMS, 2, (28,), 'split:data/splits/pilot20.json#{seed}', (), 5, True),
+    Study('pilots', 'mini', _CLAIMS, 4, (28,), 'split:data/splits/pilot20.json#{seed}', (), 5, True),
     Study('cifar', 'mini', _CLAIMS, 6, (28,), 'split:data/splits/cifar10.json#{seed}', (), 5, True),
     Study('paper', 'paper', {}, 1, (224, 500, 800), '', _BENCHMARKS))}
 

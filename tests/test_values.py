@@ -11,7 +11,7 @@ from multigrain.evaluate import accuracy, copydays_map, nearest_neighbours
 from multigrain.model import MultiGrain
 from multigrain.recipe import PRESETS, Recipe, make_recipe, parameters
 from multigrain.runs import Run, run_folder
-from multigrain.studies import ARMS, STUDIES, arm_recipe, asks, find_study, measure_set, open_set
+from multigrain.studies import ARMS, PS, STUDIES, arm_recipe, asks, find_study, measure_set, open_set
 from multigrain.whiten import Whitening, left_out, phi
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,16 +49,19 @@ def test_recipe_rates_of_what_is_learned():
         assert found == dict(weights=(lr, r.weight_decay), p=(lr, 0.), beta=(.1, 0.))
 
 def test_recipe_momentum_and_decay_reach_the_optimizer():
-    "Two steps of SGD by hand."
-    r = make_recipe('paper', data='x')
-    w = torch.nn.Parameter(torch.tensor(1.))
-    sgd = torch.optim.SGD([w], lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay)
+    "Two steps of a training's own optimizer, by hand."
+    from multigrain.training import Learner
+    paper = dataclasses.asdict(make_recipe('paper', data='x'))
+    r = dataclasses.replace(make_recipe('smoke'), **{o: paper[o] for o in ('lr', 'momentum', 'weight_decay')})
+    learner = Learner(r, 3)
+    sgd, w = learner.optimizer, learner.model.classifier.weight
+    w.data.fill_(1.)
     v, x = 0., 1.
     for g in (.5, -.25):
-        w.grad = torch.tensor(g); sgd.step()
+        w.grad = torch.full_like(w, g); sgd.step()
         v = .9*v + g + 1e-4*x
         x -= .2*v
-    assert w.item() == pytest.approx(x, abs=1e-6)
+    assert w.detach().numpy() == pytest.approx(x, abs=1e-6)
 
 def test_recipe_of_every_preset_is_complete():
     for name in PRESETS: assert isinstance(make_recipe(name, data='smoke'), Recipe)
@@ -97,7 +100,7 @@ COMMON = { # study -> seeds, images of a class for IN-aug, and what its runs hav
                           drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
     'cifar': (6, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
                          drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
-    'pilots': (2, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
+    'pilots': (4, 5, dict(trunk='small8', min_crop=.08, resolution=28, batch_size=84, iterations=168, epochs=30, lr=.1,
                           drops=(15, 22, 27), warmup=0., weight_decay=5e-4, group=42)),
     'paper': (1, 2, dict(group=128, batch_norm='group'))}
 
@@ -332,6 +335,27 @@ def test_studies_splits_are_apart(name, test):
     assert len({tuple(sorted(o)) for o in shares}) == split.seeds
     assert list(split.parts['pool']) == list(split.parts['val']) == list(split.parts['test']) # the same labels
 
+def test_studies_copies_of_a_split_are_test_images_and_whitened_elsewhere(tmp_path, monkeypatch):
+    "The road of the study of the claims: copies of test images, a whitening from images that nothing else sees."
+    import multigrain.datasets as datasets
+    from PIL import Image
+    parts = 'pool', 'val', 'test', 'whiten'
+    names = {o: {c: [f'{o}{c}{i}.png' for i in range(2)] for c in ('a', 'b')} for o in parts}
+    for part in names.values():
+        for c, files in part.items():
+            (tmp_path/'images'/c).mkdir(parents=True, exist_ok=True)
+            for i, o in enumerate(files): Image.new('RGB', (8 + i, 8)).save(tmp_path/'images'/c/o)
+    parts = names | dict(copies={c: files[:1] for c, files in names['test'].items()})
+    split = dict(about='', source=str(tmp_path/'images'), per_class=1, seeds=2, parts=parts)
+    (tmp_path/'split.json').write_text(json.dumps(split))
+    monkeypatch.setattr(datasets, 'project_root', lambda: tmp_path)
+    study, data = dataclasses.replace(STUDIES['claims'], data='x'), f'split:{tmp_path/"split.json"}#1'
+    found = open_set(study, 'copies', data)
+    assert {Path(o).name for o in found.images.paths} == {'testa0.png', 'testb0.png'}
+    assert {Path(o).name for o in found.whiten.paths} == {f'whiten{c}{i}.png' for c in 'ab' for i in range(2)}
+    tested = open_set(study, 'test', data).images.paths
+    assert {Path(o).name for o in tested} == {f'test{c}{i}.png' for c in 'ab' for i in range(2)}
+
 def test_studies_split_leaves_the_pilots_alone():
     split = read_split('data/splits/tiny80.json')
     assert set(split.parts['whiten']) == PILOT and not PILOT & set(split.parts['pool'])
@@ -347,3 +371,42 @@ def test_claims_are_registered_with_their_arms():
         study = find_study(name)
         assert study.seeds == o['seeds'] and asks(study, 'claims').arms == o['arms'] and rule_arms(rules(name))
         assert set(rule_arms(rules(name))) <= set(o['arms'])
+
+def made_up_record(root, study, arm, seed, sets):
+    "A record without a training: what the report of a study reads."
+    from multigrain.studies import pack_bits, run_name
+    r, rng = arm_recipe(study, arm, seed), np.random.default_rng([seed, sorted(ARMS).index(arm)])
+    top1 = 20 + sorted(ARMS).index(arm)/2 + rng.normal(0, .3)
+    count = dict(images=640, classes=80)
+    curve = [dict(epoch=e, train_top1=.8, val_top1=top1/100*min(1, (e + 1)/10)) for e in range(r.epochs)]
+    def rows(name, s, p):
+        if name in ('val', 'test'): return [[f'{name} top-1', s, p, 0, top1 + s/100]]
+        if name == 'in_aug': return [[name, s, p, 0, 3 + .1*p]]
+        return [[name, s, p, 0, 2*top1], [name, s, p, 96, 2*top1 + 3 + rng.normal(0, .1)]]
+    scores = {f'{o} {s}': [row for p in PS for row in rows(o, s, p)] for o in sets for s in study.s}
+    right = {f'{s} {p:g}': pack_bits(rng.random(500) < top1/100) for s in study.s for p in PS}
+    files = {'run.json': dict(parameters=parameters(r), complete=True, data=dict(train=count, val=count)),
+             'scores.json': scores, 'right.json': right}
+    folder = root/run_name(study, arm, seed)
+    folder.mkdir()
+    for name, o in files.items(): (folder/name).write_text(json.dumps(o))
+    (folder/'metrics.jsonl').write_text(''.join(json.dumps(o) + '\n' for o in curve))
+
+@pytest.mark.parametrize('name', ['claims', 'pilots'])
+def test_claims_report_is_made_when_all_runs_are_there(name, tmp_path, monkeypatch):
+    "The whole notebook on made-up records: it judges every rule, draws, and leaves its result for the page."
+    import papermill
+    from multigrain.studies import flat_sets
+    (runs := tmp_path/'runs').mkdir()
+    for o in {name, 'pilots'}: # whose runs are a condition of the others
+        study = find_study(o)
+        wanted = asks(study, 'claims')
+        for arm in wanted.arms:
+            for seed in range(study.seeds): made_up_record(runs, study, arm, seed, flat_sets(study, wanted.sets))
+    monkeypatch.setenv('MULTIGRAIN_RUNS', str(runs))
+    papermill.execute_notebook(str(ROOT/'nbs/studies/claims.ipynb'), str(tmp_path/'out.ipynb'), progress_bar=False,
+                               parameters=dict(preset=name, out=str(tmp_path/'result')), cwd=str(ROOT))
+    found = json.loads((tmp_path/'result/claims.json').read_text())
+    assert [o['claim'] for o in found['claims']] == [o.claim for o in rules(name)]
+    assert (tmp_path/'result'/found['picture']).stat().st_size > 10_000
+    assert all(f'{name}-' in o for o in found['note'].split(': ')[-1].rstrip('.').split())
