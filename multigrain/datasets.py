@@ -18,7 +18,7 @@ from torch import Tensor
 from .basics import (can_open, check_choice, find_root, nearest, project_root, read_json,
                                require)
 from .image import load_image
-from .photos import PHOTOS, package_photos, photo_set
+from .photos import PHOTOS, has_views, package_photos, photo_set
 from .readers import caltech101, cifar10, flat_val, holidays, image_folder, imagenette
 from .sets import ImageSet, index_set, join, list_images
 from .transforms import image_tensor
@@ -219,8 +219,8 @@ def open_picture(image     # name in `pictures()`, path, PIL image, or uint8 ten
 # %% ../nbs/17_datasets.ipynb #a0e8b22b
 def first_set(data:str='world' # whose drawn scenes stand in
              )->tuple[ImageSet,str]: # views in groups, some of them queries; '' or what to say
-    "Photographs of packages, or drawn scenes where there are none."
-    if any(o.group for o in package_photos().values()): return photo_set(), ''
+    "Photographs of packages, or drawn scenes where there are too few."
+    if has_views(): return photo_set(), ''
     found = holidays(world_folder(data)/'holidays', incomplete=True)
     roles = ['query' if o == 'both' else o for o in found.roles]
     things = sorted({*found.groups})

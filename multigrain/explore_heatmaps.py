@@ -19,10 +19,12 @@ from .heatmap import (MAPS, Pooled, Scene, Seen, Superseded, class_index, fill_i
                                 look, pool, predictions, rank_channels, readout)
 from .model import MultiGrain
 from .panels import code_for, draw_figure, exponent_text, pair, panels
+from .photos import origin
 from .widgets import (STYLE, PanelRow, Shown, check_box, copy_button, download_link,
                                 dropdown, find_class, first_network, hidden_until, keep, labelled,
-                                more_button, name_controls, network_names, networks, open_network,
-                                push_button, row, sized, text_box, unique_names, upload_button)
+                                more_button, name_controls, network_names, networks, opacity_slider,
+                                open_network, push_button, row, share_under, sized, text_box,
+                                unique_names, upload_button)
 
 # %% ../nbs/55_explore_heatmaps.ipynb #59fbf811
 RESOLUTIONS = 16, 1024 # limits of s*
@@ -97,9 +99,7 @@ def _controls(scene:Scene, # at the start
     "All widgets of the explorer."
     parts = _choices(scene, models) | _sliders('', scene)
     parts |= _sliders('2', scene._replace(p=1., s=224, square=True))
-    opacity = W.IntSlider(60, min=5, max=100, step=5, description='map %', **labelled(165))
-    opacity.tooltip = 'how much of the map is seen over the picture; 100: the map alone, location by location'
-    parts |= dict(opacity=opacity, more=more_button(), numbers=W.HTML(), message=W.HTML(),
+    parts |= dict(opacity=opacity_slider(), more=more_button(), numbers=W.HTML(), message=W.HTML(),
                   note=W.HTML(html.escape(note)), css=W.HTML(STYLE), bars=W.HTML(),
                   png=push_button('PNG', 60, 'download the picture as PNG'),
                   pdf=push_button('PDF', 60, 'download the picture as PDF'),
@@ -156,9 +156,15 @@ def _sum(seen:Seen)->str: # HTML
     return (f'{html.escape(seen.names[k])}: logit {o.logits[k].item():.3f} = {total:.3f} '
             f'(sum over {o.part[0].numel()} locations) + {bias:.3f} (bias)<br>')
 
+def _about(image:str)->str: # HTML
+    "Who made a picture that is at hand, and what one may do with it."
+    about = pictures().get(image) or origin(image)
+    return f'{html.escape(Path(image).name)}: {html.escape(about)}<br>' if about else ''
+
 def _numbers(seen:Seen, ms:float, passes:int)->str: # HTML
-    "The sum that the map is, and how long it took."
+    "The sum that the map is, who made the picture, and how long it took."
     text = 'this network has no classifier<br>' if seen.label is None else _sum(seen)
+    text += _about(str(seen.scene.image))
     text += f's* = {seen.scene.s}, {exponent_text(seen.pooled.p)}; picture made in {ms:.0f} ms; '
     return f'<div class="mg-small">{text}passes of the trunk so far: {passes}</div>'
 
@@ -305,7 +311,7 @@ def scenes(self:Explorer)->tuple: # Scene, Scene to compare with or None
 @patch(as_prop=True)
 def overlay(self:Explorer)->float:
     "Weight of the picture under the maps."
-    return 1 - min(100, max(5, self.w.opacity.value))/100
+    return share_under(self.w.opacity)
 
 @patch
 def draw_panels(self:Explorer)->None:

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['COPIES', 'NOBODY', 'FIRST', 'PS', 'FEW', 'ROOM', 'SMALL', 'MOST', 'PER_PAGE', 'PHOTOGRAPHS', 'GALLERY', 'RATES',
-           'CLICKS', 'Piece', 'Waiting', 'gallery', 'Source', 'photo_gallery', 'Extractor', 'open_extractor',
-           'exponents', 'test_images', 'pool_images', 'Collection', 'Known', 'collect', 'make_space', 'learn_space',
-           'thumbnail', 'MemoryIndex', 'memory_index', 'Answer', 'answers', 'agree', 'sources', 'thumb_buttons', 'Wish',
-           'Drawn', 'Explorer', 'Face', 'Task', 'explore']
+           'CLICKS', 'Piece', 'Waiting', 'gallery', 'Source', 'photo_gallery', 'copy_origin', 'Extractor',
+           'open_extractor', 'exponents', 'test_images', 'pool_images', 'Collection', 'Known', 'collect', 'make_space',
+           'learn_space', 'thumbnail', 'MemoryIndex', 'memory_index', 'Answer', 'answers', 'agree', 'sources',
+           'thumb_buttons', 'Wish', 'Drawn', 'Explorer', 'Face', 'Task', 'explore']
 
 # %% ../nbs/56_explore_search.ipynb #0e1f9873
 import base64, copy, hashlib, html, io, json, math, os, time, warnings
@@ -29,7 +29,7 @@ from .image import open_file
 from .loading import Loader, test_loader, to_device
 from .model import MultiGrain, p_caution
 from .panels import Panel, exponent_text, jpeg, pair
-from .photos import PHOTOS as INSTALL, package_photos
+from .photos import PHOTOS as INSTALL, has_views, origin, package_photos
 from .search import (GRAINS, Description, Distractors, Hit, ThreeGrains, class_rows,
                                list_candidates, measure_threshold, predict_classes)
 from .sets import file_stamp
@@ -38,8 +38,8 @@ from .vectors import Neighbours, check_fpr, unit_rows
 from .whiten import Whitening
 from .widgets import (STYLE, PanelRow, Shown, check_box, dropdown, first_network,
                                 hidden_until, keep, labelled, more_button, name_controls,
-                                network_names, networks, open_network, push_button, row, text_box,
-                                typed, upload_button)
+                                network_names, networks, opacity_slider, open_network, push_button,
+                                row, share_under, text_box, typed, upload_button)
 from .world import (COPY, OBJECTS, crop_copy, jpeg_copy, photograph, stream, strong_copy,
                               world_root)
 
@@ -150,6 +150,16 @@ def photo_gallery(root=None,             # folder for the copies; `data/gallery`
     first = [o for o in images if Path(o).name == FIRST] # its class, other views and a copy are there
     return Source(images, first=(first or images)[0])
 
+# %% ../nbs/56_explore_search.ipynb #5ca2e6e3
+def copy_origin(path # of an image
+               )->str: # '' if nothing is known
+    "Who took a photograph of a package, or the one that a copy of the gallery was made of."
+    path = Path(path)
+    if path.parent != world_root().with_name('gallery')/'copies': return origin(path)
+    stem = path.stem.rpartition('_')[0]
+    found = [o.about for o in package_photos().values() if o.path.stem == stem]
+    return f'edited copy of a {found[0]}' if found else ''
+
 # %% ../nbs/56_explore_search.ipynb #95019cf3
 class Extractor(NamedTuple):
     "A network, how it looks at images, and what its classes are called."
@@ -170,7 +180,8 @@ def open_extractor(name:str,        # see `open_model`
     s = s or opened.s
     # not `inference_copy`: while it traces a trunk, no other thread may run one
     net = opened.model.to(memory_format=torch.channels_last).requires_grad_(False)
-    return Extractor(net, s, default_square(s), network_names(opened))
+    square = default_square(s) if opened.square is None else opened.square # as it was recommended
+    return Extractor(net, s, square, network_names(opened))
 
 # %% ../nbs/56_explore_search.ipynb #43ccd707
 PS = 1., 1.5, 2., 2.5, 3., 4., 5., 6., 8., 10., math.inf # exponents of the slider
@@ -473,8 +484,7 @@ CLICKS = 'asks with it', 'compares it with the query'
 def sources()->list: # of (text, name)
     "What the list of images offers at the start; photographs first, if there are some."
     found = [('synthetic objects and their copies', GALLERY)]
-    many = sum(bool(o.group) for o in package_photos().values()) > 10
-    return [('photographs of packages, and copies', PHOTOGRAPHS)]*many + found
+    return [('photographs of packages, and copies', PHOTOGRAPHS)]*has_views() + found
 
 def thumb_buttons(group:str, uid:str, n:int=MOST)->list: # of buttons
     "A row of buttons."
@@ -505,6 +515,7 @@ def _inputs(folder:str, unrelated:str, models:list, model:str, p:float, whiten:b
         fpr=dropdown('false alarms', rates, fpr),
         k=W.IntSlider(k, min=1, max=MOST, description='results', **labelled()),
         click=dropdown('a click on a result', CLICKS, CLICKS[0], 250),
+        opacity=opacity_slider(),
         page=W.IntSlider(1, min=1, max=1, description='page', **labelled(150, 0)))
 
 # %% ../nbs/56_explore_search.ipynb #ce0c4fe3
@@ -531,8 +542,9 @@ def _layout(w:SimpleNamespace, # all controls; gets `choose` and `view`
     rows = [o for grain in GRAINS for o in (getattr(w, f'about_{grain}'), row(*w.buttons[grain]))]
     left = W.VBox([_title('query'), w.asked, w.words], layout=W.Layout(flex='0 0 170px', margin='0 12px 0 0'))
     right = W.VBox(rows, layout=W.Layout(flex='1 1 auto', min_width='0'))
-    w.view = W.VBox([W.HBox([left, right]), shown.box, w.numbers], layout=W.Layout(width='100%'))
+    w.view = W.VBox([W.HBox([left, right]), shown.box, row(w.opacity), w.numbers], layout=W.Layout(width='100%'))
     w.view.add_class('mg-view')
+    w.opacity.layout.max_width = '400px'
     browse = W.HBox(w.buttons['browse'], layout=W.Layout(overflow='auto hidden'))
     w.choose = W.VBox([row(_title('Ask with one of these'), w.page), browse])
     box = W.VBox([*unseen, w.style, w.css, w.note, row(w.folder, w.again, w.model, w.s, w.shape),
@@ -593,6 +605,7 @@ class Explorer(Shown):
         self.w.buttons = {o: thumb_buttons(o, self.uid) for o in ('browse', *GRAINS)}
         self.row = PanelRow(self.careful(lambda: self.show_match()), 4)
         self.box = _layout(self.w, self.uid, self.row, *self.introduce())
+        self.w.opacity.layout.display = 'none' # until there is a map
         self.s, self.square, self.p = s, square, p # as asked for; None: those of the network
         self.extractors, self.collections, self.indexes, self.maps = {}, {}, {}, {}
         self.path_at, self.pictures = {}, {} # by button: path of its image, JPEG
@@ -763,12 +776,11 @@ def _framed(maps:Maps)->Image.Image:
     im = Image.fromarray(maps.picture.permute(1, 2, 0).contiguous().numpy())
     return ImageOps.contain(im, (330, 330))
 
-def _about_query(index:MemoryIndex, name:str, asked:Description)->str: # HTML
-    "Name and class of the query."
+def _about_query(index:MemoryIndex, name:str, asked:Description, about:str='')->str: # HTML
+    "Name, class and origin of the query."
     label = index.class_name(asked.label) if index.classes else ''
-    text = html.escape(name)
-    if label: text += f'<br>{html.escape(label)} {asked.probability:.2f}'
-    return _html(text)
+    parts = name, f'{label} {asked.probability:.2f}' if label else '', about
+    return _html('<br>'.join(html.escape(o) for o in parts if o))
 
 # %% ../nbs/56_explore_search.ipynb #f626a40d
 def _left_out(skipped:dict, short)->str: # short: path -> name; HTML
@@ -803,7 +815,7 @@ def draw_rows(self:Explorer, wish:Wish)->None:
         self.fill(grain, [Face(o.path, t, o.copy) for o, t in zip(hits, words)])
         getattr(w, f'about_{grain}').value = _html(f'<b>{grain}</b>: {html.escape(about)}')
     w.asked.value, w.asked.layout.display = jpeg(_framed(maps)), None
-    w.words.value = _about_query(index, self.short(wish.query), asked)
+    w.words.value = _about_query(index, self.short(wish.query), asked, copy_origin(wish.query))
     self.show_pictures()
     self.best = next((o.path for o in found['instance'].hits), '')
     self.drawn.rows, self.drawn.match = wish.rows, None
@@ -826,7 +838,8 @@ def draw_match(self:Explorer, wish:Wish)->None:
 @patch
 def show_match(self:Explorer)->None:
     "The panels of the match, as they are."
-    self.row.show(self.agreement, .4)
+    self.w.opacity.layout.display = None if self.agreement else 'none'
+    self.row.show(self.agreement, share_under(self.w.opacity))
 
 # %% ../nbs/56_explore_search.ipynb #31e4c20b
 class Task(NamedTuple):
@@ -918,6 +931,7 @@ def begin(self:Explorer)->Explorer:
     self.on_change(lambda: self.offer(w.path.value, w.folder), 'path')
     self.on_change(lambda: self.offer(w.other.value, w.model), 'other')
     self.on_change(self.take_uploads, 'upload')
+    self.on_change(self.show_match, 'opacity')
     self.on_click(self.refresh, 'again')
     for group, buttons in w.buttons.items():
         for i, o in enumerate(buttons): o.on_click(self.careful(partial(self.clicked, group, i)))

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MOST_PAIRS', 'SHORT', 'SLACK', 'EXACT', 'Pairs', 'bounded', 'worth_keeping', 'exact_pairs', 'nearest_lists',
-           'enough_lists', 'list_pairs', 'Joined', 'complete_linkage', 'sharpness', 'Look', 'look_at', 'best_first',
-           'Group', 'Groups', 'GroupRow', 'Search', 'find_pairs', 'match_pairs']
+           'enough_lists', 'list_pairs', 'Joined', 'complete_linkage', 'empty_corners', 'sharpness', 'Look', 'look_at',
+           'look_closer', 'best_first', 'Group', 'Groups', 'GroupRow', 'Search', 'find_pairs', 'match_pairs']
 
 # %% ../nbs/49_groups.ipynb #a0cc5073
 import math
@@ -221,6 +221,19 @@ def complete_linkage(pairs:Pairs # above the threshold
     left = [k for k, (i, j) in enumerate(zip(pairs.i.tolist(), pairs.j.tolist())) if of[i] != of[j]]
     return sorted(groups, key=lambda o: (-len(o.rows), o.rows)), np.array(left, int)
 
+# %% ../nbs/49_groups.ipynb #e42bf58f
+def empty_corners(image:Tensor, # uint8, (3, h, w)
+                  near:int=12   # how much a colour may differ
+                 )->float:      # share of the pixels; 0.: the image was not turned
+    "How much of an image is corners of one colour, as they are left when an image is turned."
+    x = image.int()
+    same = (x - x[:, :1, :1]).abs().amax(0) <= near # as the first corner
+    h, w = (max(2, o//100) for o in same.shape) # an edge is not always hit to the pixel
+    edges = same[:h].all(0), same[-h:].all(0), same[:, :w].all(1), same[:, -w:].all(1)
+    if not all(o[0] and o[-1] and not o.all() for o in edges): return 0.
+    ends = same.int().cumprod(1) | same.flip(1).int().cumprod(1).flip(1) # from both ends of each row
+    return ends.float().mean().item()
+
 # %% ../nbs/49_groups.ipynb #7a7bf880
 def sharpness(image:Tensor # uint8, (3, h, w)
              )->float:
@@ -235,7 +248,10 @@ class Look(NamedTuple):
     height:int=0
     sharp:int=0      # steps of about 5 % of sharpness; 0: not needed
     age:int=-2**62   # minus the time of the file
-    def order(self)->tuple: return self.width*self.height, self.sharp, self.age
+    empty:float=0.   # share of the pixels that does not count
+    @property
+    def size(self)->int: return round(self.width*self.height*(1 - self.empty))
+    def order(self)->tuple: return self.size, self.sharp, self.age
 
 def look_at(path # of an image file
            )->Look:
@@ -245,19 +261,23 @@ def look_at(path # of an image file
     return Look(header.width, header.height, age=-file_stamp(path)[1])
 
 # %% ../nbs/49_groups.ipynb #08854f6b
-def _sharp(path)->int:
-    "Steps of about 5 % of the sharpness of a file."
-    try: return round(20*math.log(1 + sharpness(load_image(path))))
-    except BadImage: return 0
+def look_closer(path, look:Look)->Look:
+    "What one sees in the pixels of a file: its sharpness, and what of it is empty."
+    try: image = load_image(path)
+    except BadImage: return look
+    empty = empty_corners(image)
+    return look._replace(sharp=round(20*math.log(1 + sharpness(image))),
+                         empty=empty and 1 - .9*(1 - empty)) # a turned one is made of new pixels
 
 def best_first(paths:list # of image files
               )->list:    # of (path, `Look`)
     "Images of a group in the order in which one would keep them."
-    looks = [look_at(o) for o in paths]
-    sizes = [o.width*o.height for o in looks]
-    looks = [o._replace(sharp=_sharp(p)) if s and sizes.count(s) > 1 else o # others need no decoding
-             for p, o, s in zip(paths, looks, sizes)]
-    return sorted(zip(paths, looks), key=lambda o: o[1].order(), reverse=True)
+    found, best = [], 0
+    for path, look in sorted(((o, look_at(o)) for o in paths), key=lambda o: -o[1].size):
+        if look.size and look.size >= best: look = look_closer(path, look) # others need no decoding
+        best = max(best, look.size)
+        found.append((path, look))
+    return sorted(found, key=lambda o: o[1].order(), reverse=True)
 
 # %% ../nbs/49_groups.ipynb #c51552a6
 class Group(list):

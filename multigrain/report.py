@@ -82,8 +82,9 @@ def _groups_html(index:Index, where:dict, groups:Groups)->str:
     by_group = {}
     for o in groups.rows(): by_group.setdefault(o.group, []).append(o)
     body = ''.join(_group_html(index, where, o) for n, o in by_group.items() if n <= MOST_SHOWN)
-    note = html.escape(groups.about()) + '. The framed image is the one to keep: the largest, ' \
-        'then the sharpest, then the oldest. Nothing was deleted.'
+    note = html.escape(groups.about()) + '. The framed image is the one to keep: the largest ' \
+        '(empty corners of a turned image do not count), then the sharpest, then the oldest. Nothing ' \
+        'was deleted.'
     if len(groups) > MOST_SHOWN: note += f' {MOST_SHOWN} are shown, the table has all.'
     if groups.others: note += f' {plural(len(groups.others), "pair")} above the threshold did ' \
         'not fit into a group, because not all pairs of it would be above it.'

@@ -1,6 +1,7 @@
 """Who is confined gets nowhere else: what `make app` serves, and every function that opens a file, with paths that
 lead out."""
-import json, os, re, shutil, signal, subprocess, sys, time, urllib.error, urllib.request
+import html, io, json, os, re, shutil, signal, subprocess, sys, time, urllib.error, urllib.request
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np, pytest, torch
@@ -126,7 +127,26 @@ def test_nothing_is_downloaded(confined, monkeypatch, tmp_path):
 def clean(text):
     return re.sub('<[^>]*>', '', text)
 
-def test_heatmap_explorer(confined):
+def check_uploads(e, monkeypatch):
+    "A file that is refused is named as its owner calls it, and nothing tells where it would lie."
+    def hear(name, content):
+        file = dict(name=name, content=memoryview(content), type='', size=len(content), last_modified=datetime.now())
+        e.w.upload.value = (file,); e.wait()
+        heard = html.unescape(clean(e.w.message.value))
+        assert str(e.folder) not in heard and os.sep not in heard and 'secret' not in heard, heard
+        return heard
+    assert hear('../my text.png', SECRET) == 'my text.png is not an image of a known format'
+    assert hear('nothing.jpg', b'') == 'nothing.jpg is empty'
+    noise = np.random.default_rng(1).integers(0, 256, (60, 80, 3), np.uint8)
+    Image.fromarray(noise).save(data := io.BytesIO(), 'PNG')
+    assert 'cut short' in hear('half.png', data.getvalue()[:5000])
+    assert not list((e.folder/'uploads').glob('*')) # what is refused is not kept
+    monkeypatch.setattr('multigrain.widgets.KERNEL_BYTES', 1.5*len(data.getvalue()))
+    assert hear('one.png', data.getvalue()) == ''
+    assert 'all uploads of a page have at most 0 MB together' in hear('two.png', data.getvalue())
+    assert len(list((e.folder/'uploads').glob('*'))) == 1
+
+def test_heatmap_explorer(confined, monkeypatch):
     "Everything that a browser can write into a control."
     e = explore_heatmaps(root=confined/'open'/'store').wait()
     assert clean(e.w.message.value) == '' and not str(e.folder).startswith(str(ROOT))
@@ -146,12 +166,14 @@ def test_heatmap_explorer(confined):
     assert hear(e.w.other, confined/'open'/'net') == ''
     e.w.s.max = 10**6
     assert 's*=100000 must be at most' in hear_number(e, 100_000)
+    assert hear_number(e, 224) == ''
+    check_uploads(e, monkeypatch)
 
 def hear_number(e, s):
     e.w.s.value = s; e.wait()
     return clean(e.w.message.value)
 
-def test_search_explorer(confined):
+def test_search_explorer(confined, monkeypatch):
     net = str(confined/'open'/'net')
     e = Search(confined/'open'/'photos', model=net, s=56, root=confined/'open'/'store').begin().wait()
     assert clean(e.w.message.value) == ''
@@ -173,6 +195,8 @@ def test_search_explorer(confined):
     assert not [o for o in found.paths if 'links' in o and 'shot' in o]
     assert {Path(o).name for o in found.skipped} >= {'shot.png', 'text.png'}
     assert all('secret' not in o and "b'" not in o for o in found.skipped.values())
+    e.w.query.value = 'open0.png'; e.wait()
+    check_uploads(e, monkeypatch)
 
 # The app as `make app` starts it, without a browser: HTTP and websocket.
 
@@ -255,8 +279,9 @@ class Visitor:
             time.sleep(.3)
         raise AssertionError(f'{words!r} was not said, but {text!r}')
 
-def status(url):
-    try: return urllib.request.urlopen(url, timeout=60).status
+def status(url, method='GET'):
+    request = urllib.request.Request(url, b'{}' if method == 'POST' else None, method=method)
+    try: return urllib.request.urlopen(request, timeout=60).status
     except urllib.error.HTTPError as e: return e.code
 
 @pytest.mark.slow
@@ -274,8 +299,17 @@ def test_app(place, tmp_path):
         first = until(there, 'the app', 60)
         assert 'password' in first and 'render/' not in first # without the token: a page to enter it
         assert 'voila/render/heatmaps.ipynb' in urllib.request.urlopen(f'{url}?token={token}').read().decode()
-        for o in ('voila/files/heatmaps.ipynb', 'voila/files/../../README.md', 'voila/api/contents/', 'api/kernels'):
-            assert status(f'{url}/{o}') in (403, 404), o
+        ways = ('voila/files/heatmaps.ipynb', 'voila/files/../../README.md', 'voila/files/..%2f..%2fREADME.md',
+                'voila/files//etc/passwd', 'voila/api/contents/..', 'voila/api/contents/..%2f..', 'api/contents',
+                'api/kernels', 'api/sessions', 'api/terminals', 'files/README.md')
+        for o, key in [(o, key) for o in ways for key in ('', f'?token={token}')]: # the token opens none of them
+            assert status(f'{url}/{o}{key}') in (403, 404), (o, key)
+            assert status(f'{url}/{o}{key}', 'POST') in (403, 404, 405), (o, key)
+        contents = f'{url}/voila/api/contents/'
+        assert status(contents) == 403 and status(f'{contents}?token={token}', 'POST') in (403, 404, 405)
+        listed = json.load(urllib.request.urlopen(f'{contents}?token={token}')) # what the first page lists
+        assert [o['path'] for o in listed['content']] == ['heatmaps.ipynb', 'search.ipynb']
+        assert all(o['content'] is None for o in listed['content']) and listed['path'] == ''
         one = Visitor(port, token)
         with pytest.raises(Exception, match='403'): one.refused()
         assert status(f'{url}/voila/render/search.ipynb?token={token}') == 503 # one kernel is enough here

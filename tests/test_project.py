@@ -196,6 +196,24 @@ def test_code_of_the_readme_runs(tmp_path):
     assert out.splitlines()[0].startswith('1.00 ') and len(out.splitlines()) >= 3
     assert len((ROOT/'README.md').read_text().split()) < 1000
 
+def stored_text(name):
+    "All text of the stored outputs of a notebook."
+    cells = json.loads((ROOT/'nbs'/name).read_text())['cells']
+    outputs = [o for c in cells for o in c.get('outputs', [])]
+    return ''.join(''.join([*o.get('text', []), *o.get('data', {}).get('text/plain', [])]) for o in outputs)
+
+def test_origin_of_every_photograph_is_shown():
+    "File, photographer, licence and package, in the stored table; the guide shows the photographs at work."
+    known = json.loads((ROOT/'multigrain'/'photos.json').read_text())
+    lines = {o.split()[0]: o for o in stored_text('15_photos.ipynb').splitlines() if o.strip()}
+    assert len(known['photos']) == 84
+    for o in known['photos']:
+        line = lines[Path(o['file']).name]
+        words = o['label'], o['by'], o['licence'], known['packages'][o['package']]['name']
+        assert all(word in line for word in words), (words, line)
+    guide = stored_text('guides/own_images.ipynb')
+    assert '5 classes' in guide and 'brick court' in guide and 'Drawn images' not in guide
+
 def test_make_help_lists_every_target():
     listed = {line.split()[1] for line in run('make', '--no-print-directory', 'help').splitlines()}
     targets = {
