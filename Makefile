@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-EXTRAS ?= dev,lite0,photos,timm,docs
+EXTRAS ?= dev,lite0,photos,timm,docs,map,parquet,milvus,runtime
 OUT    ?= out
 STUDY  ?= $(PRESET)
 TO     ?= .
@@ -12,7 +12,7 @@ MINUTES ?= 60
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help demo paper test mutants lab app export readme rooms bench docs fuzz clean
+.PHONY: help demo paper test rehearsal mutants lab app export readme rooms bench docs fuzz clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -55,6 +55,9 @@ else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(T),,-n 2 --durations=20) $(if $(FAST),-m "not slow") $(or $(T),tests)
 endif
 
+rehearsal: $(READY)  ## is the full-scale path whole? fake folders of the real size, four processes, everything that goes wrong
+	REHEARSAL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --durations=2 tests/test_rehearsal.py
+
 mutants: $(READY)  ## are the published numbers guarded? 100 small mistakes, and how many of them a test notices; N=30 for fewer
 	nice -n 10 $(BIN)/python tests/mutants.py --n $(or $(N),100) --seed $(or $(SEED),0)
 
@@ -87,9 +90,9 @@ rooms: $(READY)  ## the picture of CONTRIBUTING: which module imports which; and
 	$(BIN)/python nbs/docs/rooms.py
 
 bench: $(READY)  ## speed against the textbook and peers, side by side in one run
-	$(PIP) -e '.[$(EXTRAS),bench,runtime]'
+	$(PIP) -e '.[$(EXTRAS),bench]'
 	@mkdir -p $(OUT)
-	for o in components pipeline training embedding goals growth; do \
+	for o in components pipeline training embedding goals growth groups ivf; do \
 	  papermill nbs/bench/$$o.ipynb $(OUT)/bench_$$o.ipynb --cwd nbs/bench || exit 1; done
 
 fuzz: $(READY)  ## broken images and archives for MINUTES=60 each; ATHERIS=1 installs atheris, which looks for new code

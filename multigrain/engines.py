@@ -20,11 +20,12 @@ def _needs(package:str, extra:str)->None:
 # %% ../nbs/48_engines.ipynb #c74dc7e9
 def _columns(index, rows:range)->dict:
     "Some rows of an index, as columns."
-    labels = index.rows['label'][rows].tolist()
+    about = index.rows[rows.start:rows.stop]
+    names = [index.class_name(a) if g < 0 else index.labels[g] for a, g in zip(about['label'], about['given'])]
+    sure = np.where(about['given'] < 0, about['probability'], np.nan) # a folder has none
     return dict(path=[os.fsencode(index.paths[i]).decode('utf-8', 'replace') for i in rows],
                 vector=list(np.asarray(index.near.embeddings[rows.start:rows.stop])),
-                label=[index.class_name(o) for o in labels],
-                probability=index.rows['probability'][rows].tolist(),
+                label=names, probability=sure.tolist(),
                 thumbnail=[index.thumbnail_bytes(i) for i in rows])
 
 def write_parquet(index,          # a `search.Index`

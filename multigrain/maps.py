@@ -8,7 +8,7 @@ __all__ = ['POSITIONS', 'pca_positions', 'tsne_positions', 'map_colours', 'show_
 # %% ../nbs/47_maps.ipynb #2f897226
 import importlib.util
 import numpy as np, torch
-from .basics import check_choice, check_int, progress as progress_bar, require
+from .basics import check_choice, check_int, plural, progress as progress_bar, require
 from .whiten import covariance, principal_axes
 
 # %% ../nbs/47_maps.ipynb #19ad97d4
@@ -50,20 +50,27 @@ def tsne_positions(embeddings:np.ndarray, # unit rows, (n, d)
 # %% ../nbs/47_maps.ipynb #22c3382d
 POSITIONS = dict(pca=pca_positions, tsne=tsne_positions)
 
+def _group_colours(index, groups, most:int)->tuple: # see `map_colours`
+    "A colour for each of the largest groups, and one for the images of all others."
+    own = groups if len(groups) <= most else groups[:most - 1]
+    place = {path: min(i, len(own)) for i, g in enumerate(groups) for path in g}
+    names = [f'group {i}: {plural(len(g), "image")}' for i, g in enumerate(own, 1)]
+    if len(groups) > len(own): names.append(f'{len(groups) - len(own)} smaller groups')
+    return np.array([place.get(o, -1) for o in index.paths], int), names
+
 def map_colours(index,                   # a `search.ThreeGrains`
                 groups=None,             # `Groups` of copies; None: classes are shown
                 most:int=9               # colours
                )->tuple:                 # number of the colour of each image, -1: none; names
-    "Colours for the most frequent classes, those of folders first, or for images in a group."
-    if groups is not None:
-        inside = {o for g in groups for o in g}
-        return np.array([0 if o in inside else -1 for o in index.paths]), ['in a group of copies']
+    "Colours for the most frequent classes, those of folders first, or for the largest groups."
+    if groups is not None: return _group_colours(index, groups, most)
     known = index.rows['given' if index.labelled else 'label']
     labels, counts = np.unique(known, return_counts=True)
     labels = [o for o in labels[np.argsort(-counts, kind='stable')].tolist() if o >= 0][:most]
     place = {o: i for i, o in enumerate(labels)}
     name = index.labels.__getitem__ if index.labelled else index.class_name
     return np.array([place.get(o, -1) for o in known.tolist()]), [*map(name, labels)]
+
 
 # %% ../nbs/47_maps.ipynb #c7df2b85
 def show_map(index,                   # a `search.ThreeGrains`
@@ -85,5 +92,6 @@ def show_map(index,                   # a `search.ThreeGrains`
         ax.scatter(*positions[colours == i].T, s=size, color=f'C{i}', linewidths=0, label=name,
                    rasterized=True)
     ax.set(xticks=[], yticks=[], title=f'{len(index)} images')
-    if names: ax.legend(fontsize=8, markerscale=(30/size)**.5)
+    if names:
+        for o in ax.legend(fontsize=8, markerscale=(30/size)**.5).get_texts(): o.set_parse_math(False)
     return ax

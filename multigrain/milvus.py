@@ -6,7 +6,7 @@
 __all__ = ['MilvusSearch']
 
 # %% ../nbs/58_milvus.ipynb #60ed331c
-import math
+import heapq, math
 import numpy as np
 from fastcore.basics import patch
 from .basics import check_choice, require
@@ -49,18 +49,28 @@ def _by_neighbours(self:MilvusSearch, query:Description, k:int)->list: # of (row
 
 # %% ../nbs/58_milvus.ipynb #42ea3e77
 @patch
+def _surest(self:MilvusSearch, label:int, k:int, block:int=4096)->list: # of rows
+    "Rows of a class that the classifier is surest of; all of them are looked at, block by block."
+    keys = [lambda o: (-o['logit'], o['path']), lambda o: (-o['probability'], o['path'])]
+    best, known = [[], []], True # by logit, and by probability for an older index
+    pages = self.client.query_iterator(self.name, block, filter=f'label == {label}', output_fields=_FIELDS)
+    while rows := pages.next():
+        known &= all(o['logit'] > -1e29 for o in rows)
+        best = [heapq.nsmallest(k, o + list(rows), key) for o, key in zip(best, keys)]
+    pages.close()
+    return best[0 if known else 1]
+
+@patch
 def _by_classifier(self:MilvusSearch, query:Description, k:int)->list: # of (row, cosine)
     "Rows with the class of the query, the surest first."
     text = "grain='class', but the model of this index has no classifier"
     require(query.label >= 0, f"{text}: ask with grain='instance'")
-    rows = self.client.query(self.name, filter=f'label == {query.label}', limit=16384,
-                             output_fields=_FIELDS)
-    sure = 'logit' if all(o['logit'] > -1e29 for o in rows) else 'probability'
-    rows = sorted(rows, key=lambda o: (-o[sure], o['path']))[:k]
+    rows = self._surest(query.label, k)
     if not rows: return []
     found = self.client.get(self.name, [o['id'] for o in rows], output_fields=['vector'])
     vectors = {o['id']: np.asarray(o['vector'], np.float32) for o in found}
     return [(o, float(vectors[o['id']] @ query.vector)) for o in rows]
+
 
 # %% ../nbs/58_milvus.ipynb #8f6dd5e4
 @patch

@@ -26,12 +26,13 @@ from .catalog import imagenet_names
 from .embed import Processes, check_ps, embed, inference_copy, join_processes, model_hash
 from .engines import send_to_milvus, write_parquet
 from .evaluate import VOTERS, vote
-from .groups import Group, Groups, best_first, complete_linkage, find_pairs, match_pairs
+from .groups import (Group, Groups, Pairs, Search, best_first, complete_linkage, find_pairs,
+                               match_pairs)
 from .image import BadImage, load_image
 from .model import MultiGrain, Output, load, p_caution, save
-from .sets import ImageSet, content_hash, file_stamp, index_set, list_images
+from .sets import ImageSet, content_hash, file_stamp, folder_classes, index_set, list_images
 from .transforms import default_square, image_tensor, normalize, test_transform
-from .vectors import (MOST, Calibration, Evidence, GapLaw, Near, Neighbours, Recall,
+from .vectors import (MOST, SAME, Calibration, Evidence, GapLaw, Near, Neighbours, Recall,
                                 as_unseen, ask_images, calibrated, check_fpr, choose_method, fill_ivf,
                                 nearest_rows, neighbour_law, top_places, tune_recall, unit_rows)
 from .whiten import Whitening
@@ -112,6 +113,7 @@ class Askable:
 class ThreeGrains(Askable):
     "Images that are asked at three grains."
     caution = '' # what has to be said about the probabilities of the classifier
+    whitening = None # of the vectors, if it is known
     def __init__(self,
                  paths:list,                        # of the images
                  rows:np.ndarray,                   # with the fields of `class_rows`
@@ -592,7 +594,7 @@ def _folder_candidates(folder)->Candidates:
     require(listing.names, f'images={str(folder)!r} holds no image: check the path')
     paths = [os.path.join(root, o) for o in listing.names]
     unreadable = [os.path.join(root, o) for o in listing.unreadable]
-    labels = [o.split('/')[0] if '/' in o else '' for o in listing.names]
+    labels = folder_classes(listing.names)
     return _file_candidates(paths, [-1]*len(paths))._replace(source=root, unreadable=unreadable,
                                                              labels=labels)
 
@@ -1180,6 +1182,12 @@ def model(self:Index)->MultiGrain:
         self._model = model
     return self._model
 
+@patch(as_prop=True)
+def whitening(self:Index)->Whitening|None:
+    "That of the network, if it has one; a trunk of your own is asked only when it was given."
+    known = self._model is not None or self.manifest.record.model != 'custom'
+    return self.model.whitening if known else None
+
 # %% ../nbs/53_search.ipynb #25fa4789
 @patch(cls_method=True)
 @delegates(EmbedOptions)
@@ -1339,9 +1347,14 @@ class PairLaw(NamedTuple):
     known:float # similarity that known images which are no copies exceed
 
 @patch
-def pair_law(self:ThreeGrains, rate:float, grain:str='copy')->PairLaw:
-    "How near unrelated images of this index come to each other, as they lie in it."
-    near, e = ask_images(self.near.embeddings), self.calibration and self.calibration.evidence
+def pair_law(self:ThreeGrains,
+             rate:float,         # false pairs, for each image
+             grain:str='copy',   # or 'instance'
+             unseen:bool=False   # will images ask that the whitening has not learned from?
+            )->PairLaw:
+    "How near unrelated images come: to each other, as they lie in this index, or from elsewhere."
+    x, e = self.near.embeddings, self.calibration and self.calibration.evidence
+    near = ask_images(x, (lambda rows: as_unseen(self.whitening, x, x[rows])) if unseen else None)
     if e and grain != 'copy': e = replace(e, instances=[])
     known = e.known(min(2*rate, .5)) if e else 0. # a pair is seen from both of its ends
     return PairLaw(neighbour_law(near, len(self)), near, known)
@@ -1371,6 +1384,18 @@ def _check_rate(rate:float|None, grain:str)->float:
     rate = FALSE_PAIRS[grain] if rate is None else rate
     return check_number('false_pairs', rate, high=1, above=0)
 
+# %% ../nbs/53_search.ipynb #b63c5eba
+def _same_files(paths:list)->Search:
+    "Pairs of files with the same content."
+    groups = {}
+    for row, path in enumerate(paths):
+        try: groups.setdefault((os.path.getsize(path), content_hash(path)), []).append(row)
+        except (OSError, BadImage): pass # it is gone, so nothing is known
+    pairs = [(a, b) for o in groups.values() for k, a in enumerate(o) for b in o[k+1:]]
+    i, j = np.array(sorted(pairs), np.int32).reshape(-1, 2).T
+    return Search(Pairs(i, j, np.ones(len(i), np.float32)), 1.)
+
+
 # %% ../nbs/53_search.ipynb #75359588
 @patch
 def groups(self:ThreeGrains,
@@ -1384,11 +1409,13 @@ def groups(self:ThreeGrains,
     if n < 2: return Groups([], 1., 0., 0, grain=grain)
     law = self.pair_law(rate, grain)
     t = law.threshold(rate) if threshold is None else threshold
-    pairs, recall = find_pairs(x, t, self.near.ivf, _true_pairs(law.near, t), show=progress)
+    if blind := threshold is None and t > SAME: t, search = SAME, _same_files(self.paths)
+    else: search = find_pairs(x, t, self.near.ivf, _true_pairs(law.near, t), show=progress)
+    pairs, recall = search
     joined, left = complete_linkage(pairs)
     bar = progress_bar(joined, 'which to keep', unit='group', show=progress)
     others = [(self.paths[i], self.paths[j], float(s)) for i, j, s in zip(*(o[left] for o in pairs))]
-    expected = n*law.law.pair_rate(t)
+    expected = 0. if blind else n*law.law.pair_rate(t)
     return Groups([_group(self, *o) for o in bar], t, expected, len(pairs.i), others, recall, grain)
 
 # %% ../nbs/53_search.ipynb #2701edd0
@@ -1410,7 +1437,7 @@ def matches(self:ThreeGrains,
     rate, mine, theirs = _check_rate(false_pairs, grain), self.near.embeddings, other.near.embeddings
     if isinstance(other, Index): # of another network?
         _check_same(other.folder, other.manifest.record, self.manifest.record)
-    if threshold is None: threshold = self.pair_law(rate, grain).threshold(rate/2)
+    if threshold is None: threshold = self.pair_law(rate, grain, unseen=True).threshold(rate/2)
     i, j, s = match_pairs(theirs, mine, threshold, progress)
     found = [Match(other.paths[a], self.paths[b], float(c)) for a, b, c in zip(i, j, s)]
     return sorted((o for o in found if o.other != o.path), key=lambda o: -o.similarity)
@@ -1441,7 +1468,7 @@ def _show_hits(axs, index:ThreeGrains, hits:list, grain:str)->None:
         ax.imshow(index.thumbnail(where[o.path]))
         sure = o.similarity if o.probability != o.probability else o.probability
         text = f'{o.name[:12]} {sure:.2f}' if grain == 'class' else f'{o.similarity:.2f}'
-        ax.set_title(text, fontsize=8)
+        ax.set_title(text, fontsize=8, parse_math=False) # a class may be called $a_$
 
 # %% ../nbs/53_search.ipynb #b88c1724
 def show_grains(index:ThreeGrains,  # an opened index
