@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['Place', 'Machine', 'check_place', 'fit_machine', 'limit_threads', 'own_device', 'check_device', 'find_run',
            'open_training', 'check_contents', 'read_sets', 'note_computed', 'train_here', 'join_processes', 'end_with',
-           'launch', 'launch_processes', 'train', 'Request', 'parameter_names', 'make_request', 'parse_pairs', 'main']
+           'launch', 'launch_processes', 'train', 'rate_caution', 'Request', 'parameter_names', 'make_request',
+           'parse_pairs', 'main']
 
 # %% ../nbs/33_launch.ipynb #578f9229
 import json, os, signal, subprocess, sys, tempfile, threading, time
@@ -21,7 +22,7 @@ from .basics import (as_type, brief, check_int, check_type, locked, nearest, par
                                require)
 from .datasets import class_folders, known_classes, training_sets
 from .model import check_precision
-from .recipe import OF_MACHINE, Recipe, check_recipe, fit_recipe, make_recipe, parameters
+from .recipe import OF_MACHINE, PRESETS, Recipe, check_recipe, fit_recipe, make_recipe, parameters
 from .runs import Run, open_run, run_folder
 from .sets import changed_files
 from .training import (Learner, Process, Trainer, make_data, make_joint, parts_per_step,
@@ -248,6 +249,14 @@ def train(recipe:Recipe|str='mini',  # or the name of a preset
         return launch_processes(recipe, place, machine)
     with join_processes() as process, limit_threads(machine.threads):
         return train_here(recipe, place, machine, process)
+
+# %% ../nbs/33_launch.ipynb #73469f05
+def rate_caution(recipe:Recipe)->str: # '' where there is nothing to say
+    "A sentence for a pretrained network that would be trained like one that begins at random."
+    own = PRESETS[recipe.preset].get('lr', 0)
+    if not recipe.pretrained or recipe.preset not in ('mini', 'smoke') or recipe.lr < own: return ''
+    rate = f'lr={recipe.lr:g} of the preset {recipe.preset} is for networks that begin at random'
+    return f'{rate} and destroys pretrained weights: take preset=finetune, or give a smaller lr'
 
 # %% ../nbs/33_launch.ipynb #445825ce
 class Request(NamedTuple):

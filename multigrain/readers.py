@@ -16,7 +16,8 @@ import numpy as np
 from fastcore.basics import first
 from fastcore.meta import delegates
 from .basics import brief, check_choice, check_int, parse_yaml, plural, require
-from .sets import ImageSet, Judged, Listing, combine_notes, index_set, list_images
+from .sets import (ImageSet, Judged, Listing, class_level, combine_notes, folder_classes,
+                             index_set, list_images)
 
 # %% ../nbs/13_readers.ipynb #e81a9e83
 def _complete(what:str,        # name of the set
@@ -68,9 +69,10 @@ def class_order(names   # of class folders
 
 # %% ../nbs/13_readers.ipynb #8af34179
 def _class_labels(listing:Listing, root, classes:list|None, incomplete:bool)->tuple:
-    "Labels from the first folder of each name, the names of the classes, and a note."
-    tops = [o.split('/')[0] if '/' in o else None for o in listing.names]
-    found = class_order(o for o in listing.folders if '/' not in o)
+    "Labels from the folder of each name that is a class, the names of the classes, and a note."
+    level = class_level(listing.folders)
+    tops = [o or None for o in folder_classes(listing.names, level)]
+    found = class_order({o.split('/')[level] for o in listing.folders if o.count('/') == level})
     known = list(found if classes is None else classes)
     empty, odd = sorted(set(found) - set(tops)), sorted(set(found) - set(known))
     n = plural(len(empty), 'class', 'classes')

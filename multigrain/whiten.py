@@ -144,9 +144,9 @@ def _warn_few(n:int, k:int, r:float)->None:
     "One sentence if `n` images are few for `k` dimensions."
     if n >= FEW*k: return
     few = f'{n} images for {k} dimensions are {n/k:.2g} for each, and below {FEW} small variances'
-    done = f'are mostly noise: the covariance is shrunk with coefficient {r:.3g}'
+    done = f'shrunk with coefficient {r:.3g}' if r else 'not shrunk, as was asked for'
     # five levels up is the caller of Whitening.fit
-    warnings.warn(f'{few} {done}. More images are better; a number for shrinkage is taken as it is',
+    warnings.warn(f'{few} are mostly noise: the covariance is {done}. More images are better',
                   stacklevel=5)
 
 def choose_shrinkage(variance:Tensor,   # eigenvalues of the covariance, (d,), largest first
@@ -156,16 +156,15 @@ def choose_shrinkage(variance:Tensor,   # eigenvalues of the covariance, (d,), l
                     )->float:           # coefficient r
     "How far the eigenvalues move towards their mean; a warning if the images are few."
     d, k = len(variance), dim or len(variance)
-    if shrinkage == 'oas': return oas(variance, n)
-    if shrinkage is None:
-        r = likely_shrinkage(variance, n)
-        _warn_few(n, k, r)
-        return r
     rank = min(n - 1, int((variance > 1e-12*variance[0]).sum()))
     found = f'{n} images in {d} dimensions vary in {rank} directions, not in {k}'
     todo = f'give more images, dim <= {rank}, or leave shrinkage out'
-    require(shrinkage or k <= rank, f'{found}, and shrinkage is 0: {todo}')
-    return float(shrinkage)
+    given = shrinkage in (None, 'oas') or shrinkage
+    require(given or k <= rank, f'{found}, and shrinkage is 0: {todo}')
+    if shrinkage is None: r = likely_shrinkage(variance, n)
+    else: r = oas(variance, n) if shrinkage == 'oas' else float(shrinkage)
+    _warn_few(n, k, r)
+    return r
 
 # %% ../nbs/05_whiten.ipynb #26fa86e3
 def _as_precise(x:Tensor,     # what was given

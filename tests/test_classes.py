@@ -11,6 +11,7 @@ from multigrain.model import MultiGrain
 from multigrain.readers import image_folder
 from multigrain.recipe import make_recipe
 from multigrain.runs import Run
+from multigrain.search import Index
 
 COLOURS = np.random.default_rng(4).integers(20, 235, (12, 3))
 
@@ -45,6 +46,13 @@ def test_numbers_are_read_as_numbers(photos):
     as_text = image_folder(photos/'val', classes=sorted(map(str, range(12))))
     with pytest.warns(UserWarning, match='near chance.*in another order than its outputs, they were read as 0, 1, 10'):
         assert top1(oracle(), as_text) == pytest.approx(100*2/12)  # 0 and 1 have kept their places
+
+def test_train_and_val_are_no_classes(photos, tmp_path):
+    "A folder with train and val has the classes that lie in them: as a set, and as an index."
+    images = image_folder(photos)
+    assert images.classes == list(map(str, range(12))) and np.bincount(images.labels).tolist() == [6]*12
+    index = Index.build(photos, oracle(), tmp_path/'index', s=32, progress=False)
+    assert sorted(index.labels, key=int) == images.classes and index.labelled
 
 def older(run):
     "Make a run look like one from before the classes were listed."

@@ -3,7 +3,7 @@ import ast, json, os, subprocess, sys
 from dataclasses import asdict
 from pathlib import Path
 import pytest
-from multigrain.launch import Machine, Place, find_run, make_request, parameter_names
+from multigrain.launch import Machine, Place, find_run, make_request, parameter_names, rate_caution
 from multigrain.recipe import ADDED_LATER, Recipe, fit_recipe, make_recipe, parameters
 from multigrain.runs import run_hash
 
@@ -102,11 +102,20 @@ def test_the_yardstick_is_the_network_it_started_from(tmp_path):
     assert code == 0, err
     result = json.loads(next((tmp_path/'runs').glob('still-*/run.json')).read_text())['result']
     assert result['start'] == result['end']
-    code, err = papermill(tmp_path, '-p', 'lr', '30', '-p', 'weight_decay', '0.03', '-p', 'name', 'wild')
-    if code: return # a loss that is not finite is said, too
+    wild = '-p lr 0.5 -p weight_decay 1 -p momentum 0 -p name wild'.split() # shrinks all weights to nothing
+    code, err = papermill(tmp_path, *wild)
+    assert code == 0, err
     result = json.loads(next((tmp_path/'runs').glob('wild-*/run.json')).read_text())['result']
     worse = [k for k in result['end'] if result['end'][k] < result['start'][k] and k != 'k-NN top-1']
-    assert worse and 'smoke val: BELOW the network it started from: ' in err
+    assert 'Copies mAP' in worse and 'IN-aug' in worse and 'smoke val: BELOW the network it started from: ' in err
+
+def test_a_rate_that_destroys_pretrained_weights_is_told():
+    "Before the training starts, with the preset that is meant for this."
+    job = ''.join(''.join(c['source']) for c in json.loads((ROOT/'nbs'/'train.ipynb').read_text())['cells'])
+    assert job.index('rate_caution(recipe)') < job.index('run = train(')
+    given = dict(trunk='lite0', pretrained=True)
+    assert 'take preset=finetune' in rate_caution(make_request('mini', **given).recipe)
+    for o in (make_request('finetune', data='smoke'), make_request('mini')): assert rate_caution(o.recipe) == ''
 
 def test_a_finetuning_chooses_its_length(tmp_path):
     "The preset by name; steps and epochs come from the size of the set, the time is told before it starts."
