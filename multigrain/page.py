@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['STYLE', 'HEADLINE', 'png', 'results_folder', 'write_result', 'results', 'result_claims', 'summary', 'image_tag',
            'write_page', 'table_html', 'claims_html', 'result_html', 'study_html', 'page', 'markdown_table', 'headline',
-           'html_page', 'check_data', 'unreadable', 'not_apart', 'count_extra', 'needed_weights', 'check_weights',
-           'on_machine', 'count_saved', 'Step', 'measure_step', 'device_memory', 'memory_text', 'plan', 'run_notebook',
-           'train_needed', 'make_study', 'with_records', 'from_records', 'with_failures', 'make_all', 'main']
+           'html_page', 'check_data', 'unreadable', 'not_apart', 'count_extra', 'shortfall', 'needed_weights',
+           'check_weights', 'on_machine', 'count_saved', 'Step', 'measure_step', 'device_memory', 'memory_text', 'plan',
+           'to_read', 'run_notebook', 'train_needed', 'make_study', 'with_records', 'from_records', 'with_failures',
+           'make_all', 'main']
 
 # %% ../nbs/62_page.ipynb #6a1de58d
 import base64, html, inspect, io, os, re, sys, time
@@ -17,19 +18,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import NamedTuple
 import torch
-from .basics import (check_choice, check_int, progress, project_root, read_json, require, write_file,
-                               write_json)
+from .basics import (check_choice, check_int, plural, progress, project_root, read_json, require,
+                               write_file, write_json)
 from .claims import VERDICTS, Claim, claim_table, todo_text, why_outside
 from .catalog import open_model
-from .datasets import TRAIN_FOLDERS, VAL_FOLDERS, is_drawn
+from .datasets import TRAIN_FOLDERS, VAL_FOLDERS, is_drawn, training_sets
 from .launch import parse_pairs
 from .loss import JointLoss
 from .model import MultiGrain
 from .recipe import Recipe
 from .sets import duplicates, list_images
 from .studies import (NOTEBOOKS, STUDIES, Study, arm_recipe, at_once, command, epochs_done, failed_text,
-                                find_run, find_study, is_measured, is_rehearsal, notebooks, open_set, paper_values,
-                                relative, run_name, train_all, wanted_jobs)
+                                find_run, find_study, is_measured, is_rehearsal, notebooks, open_set, own_data,
+                                paper_values, relative, run_name, train_all, wanted_jobs)
 from .training import views_per_part
 
 # %% ../nbs/62_page.ipynb #1ec84635
@@ -252,12 +253,22 @@ def not_apart(study:Study)->list: # of sentences
 
 _EXTRA = dict(distractors=10_000, whiten=20_000) # images in the paper
 
+def _extra(study:Study)->dict: # name -> images; {} where a study needs none
+    "How many distractors and whitening images there are."
+    if is_drawn(study.data) or 'holidays' not in study.sets: return {}
+    there = {o: Path(study.data)/o for o in _EXTRA}
+    return {k: len(list_images(o).names) if o.is_dir() else 0 for k, o in there.items()}
+
 def count_extra(study:Study)->list: # of sentences
     "How many distractors and whitening images there are, beside the paper's."
-    if is_drawn(study.data) or 'holidays' not in study.sets: return []
-    found = {o: len(list_images(Path(study.data)/o).names) for o in _EXTRA}
-    def text(o): return f'{o} {found[o]:,} (paper: {_EXTRA[o]:,})'
-    return ['images of ' + ', '.join(map(text, found))]
+    found = [f'{o} {n:,} (paper: {_EXTRA[o]:,})' for o, n in _extra(study).items()]
+    return ['images of ' + ', '.join(found)]*bool(found)
+
+def shortfall(study:Study)->list: # of sentences
+    "Which of them are fewer than the paper's, so that scores do not compare with it."
+    scores = dict(distractors='of copydays', whiten='with whitening')
+    return [f'{o}: {n:,} of the {_EXTRA[o]:,} images of the paper, so scores {scores[o]} do not compare with it'
+            for o, n in _extra(study).items() if n < _EXTRA[o]]
 
 # %% ../nbs/62_page.ipynb #7f5811d6
 def needed_weights(study:Study, # scale
@@ -382,7 +393,15 @@ def plan(study:Study, # scale
             f'{total/1e6:,.1f} million views to train on',
             f'measured here ({where}): {speed:,.0f} views/s of one {unit}, so {hours:,.1f} {unit} hours of training',
             memory_text(study, step),
-            f'disk: {len(left)*size/1e3:,.1f} GB of runs at {size:,.0f} MB each', *count_extra(study)]
+            f'disk: {len(left)*size/1e3:,.1f} GB of runs at {size:,.0f} MB each', *to_read(study, left),
+            *count_extra(study)]
+
+def to_read(study:Study, left:list)->list: # of sentences
+    "What is read before the first step, to notice images that are replaced later."
+    if is_drawn(study.data) or not left: return []
+    size = sum(o.nbytes.sum() for o in training_sets(own_data(study)))
+    return [f'images: {size/1e9:,.1f} GB of train and val are read once to note what they hold, for all '
+            f'{plural(len(left), "run")} together; again only where the time of a file has changed']
 
 # %% ../nbs/62_page.ipynb #7a282567
 def run_notebook(name:str, study:Study, folder:Path, out='')->str: # '', or what went wrong

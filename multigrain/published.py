@@ -97,8 +97,9 @@ def checkpoint_rows(scored:Scored, # of a network
         p = exponent(scored, about.lam, s, place)
         known, row = printed(about.method, scored.run.parameters['p'], place), {}
         for name in SCORES:
-            whiten = not name.startswith('val')
-            if not any((o.set, o.s) == (name, s) for o in scored.rows): continue
+            there = [o for o in scored.rows if (o.set, o.s) == (name, s)]
+            if not there: continue
+            whiten = all(o.dims for o in there) or not name.startswith('val') # published with it: everywhere
             digits, value = 2 if name == 'ukbench' else 1, score_of(scored, name, s, p, whiten)
             row[name] = f'{value:.{digits}f}' + (f' ({known[name]:.{digits}f})' if name in known else '')
         out.append({'network': scored.run.folder.name, 's*': s, 'p*': f'{p:g}'} | row)

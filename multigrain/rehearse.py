@@ -16,7 +16,7 @@ from .basics import check_choice, plural, project_root, write_json
 from .datasets import training_sets
 from .launch import parse_pairs
 from .page import (check_data, check_weights, make_study, needed_weights, on_machine, page, plan,
-                             results_folder)
+                             results_folder, shortfall)
 from .sets import ImageSet, list_images
 from .studies import REHEARSAL, Study, arm_recipe, find_study, notebooks, open_set
 
@@ -91,7 +91,8 @@ def miniature(study:Study, # on the real folders
         for o in list_images(Path(study.data)/name).names[:n] if there else []:
             link(Path(study.data)/name/o, folder/name/o)
     common = {k: v for k, v in study.common.items() if k not in ('precision', 'accumulate')} | SHORT
-    write_json(folder/REHEARSAL, dict(common=common, s=list(study.s), sets=sets))
+    write_json(folder/REHEARSAL, dict(common=common, s=list(study.s), sets=sets,
+                                      classes=list(training_sets(study.data)[0].classes)))
     return replace(study, data=str(folder), common=study.common | SHORT, sets=tuple(sets))
 
 # %% ../nbs/63_rehearse.ipynb #a7b6f74b
@@ -155,7 +156,7 @@ def rehearse(preset:str='paper', # study
     wanted = [check_choice('names', o, notebooks(study)) for o in names.split(',') if o]
     chosen = [o for o in notebooks(study, rows) if not wanted or o in wanted]
     training_sets(study.data) # without them there is nothing to rehearse
-    wrong, (left, lost) = check_data(study), without_weights(study, chosen)
+    wrong, (left, lost) = check_data(study) + shortfall(study), without_weights(study, chosen)
     costs = plan(study, chosen)
     small = miniature(study, folder.absolute()/'data')
     os.environ['MULTIGRAIN_RUNS'] = str(folder.absolute()/'runs')

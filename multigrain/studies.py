@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['STUDIES', 'REHEARSAL', 'ARMS', 'PS', 'ZOO', 'NOTEBOOKS', 'LADDER', 'ASKS', 'STUDY_ASKS', 'ROWS', 'paper_values',
-           'Study', 'is_rehearsal', 'rehearsed', 'find_study', 'relative', 'own_data', 'arm_recipe', 'run_name',
-           'command', 'Row', 'Measured', 'open_set', 'score_set', 'as_rows', 'measure_set', 'pack_bits', 'unpack_bits',
-           'right_bits', 'network_scores', 'measure', 'set_note', 'set_title', 'Scored', 'find_run', 'Shelf',
-           'shelf_scores', 'epochs_done', 'take_gpu', 'keep_record', 'train_one', 'Job', 'Failed', 'failed_text',
-           'train_all', 'at_once', 'flat_sets', 'ensure_runs', 'p_star', 's_star', 'score_of', 'values', 'Ask', 'asks',
-           'notebooks', 'wanted_jobs', 'is_measured']
+           'Study', 'is_rehearsal', 'rehearsed', 'with_all_classes', 'find_study', 'relative', 'own_data', 'arm_recipe',
+           'run_name', 'command', 'smaller', 'Row', 'Measured', 'open_set', 'score_set', 'as_rows', 'measure_set',
+           'own_machine', 'pack_bits', 'unpack_bits', 'right_bits', 'network_scores', 'measure', 'set_note',
+           'set_title', 'Scored', 'find_run', 'Shelf', 'shelf_scores', 'epochs_done', 'take_gpu', 'keep_record',
+           'contents_file', 'share_contents', 'train_one', 'Job', 'Failed', 'failed_text', 'train_all', 'at_once',
+           'flat_sets', 'ensure_runs', 'p_star', 's_star', 'score_of', 'values', 'Ask', 'asks', 'notebooks',
+           'wanted_jobs', 'is_measured']
 
 # %% ../nbs/60_studies.ipynb #77b5c12a
-import base64, json, os, shlex, tempfile, time
+import base64, hashlib, json, os, shlex, tempfile, time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -31,9 +32,9 @@ from .embed import embed
 from .launch import Machine, Place, train
 from .model import load
 from .readers import image_folder, imagenet, in_aug
-from .recipe import AA_ITERATIONS, Recipe, make_recipe, parameters
+from .recipe import AA_ITERATIONS, Recipe, check_recipe, make_recipe, parameters
 from .runs import Run, run_hash, runs_root
-from .sets import ImageSet
+from .sets import ImageSet, changed_files
 
 # %% ../nbs/60_studies.ipynb #408732ce
 def paper_values(name:str # of a table or figure, as in nbs/paper
@@ -87,6 +88,15 @@ def rehearsed(study:Study)->dict: # fields that differ
     "What a rehearsal changes of a study."
     found = read_json(Path(study.data)/REHEARSAL, kind=dict)
     return dict(common=study.common | found['common'], s=tuple(found['s']), sets=tuple(found['sets']))
+
+def with_all_classes(images:ImageSet, # labelled
+                     data:str         # where they are
+                    )->ImageSet:
+    "A miniature has a few classes: the same images with the labels of the whole set, for networks of others."
+    known = read_json(Path(data)/REHEARSAL, kind=dict).get('classes') if is_rehearsal(data) else None
+    if not known or len(images.classes) == len(known): return images
+    number = np.array([known.index(o) for o in images.classes])
+    return images.take(slice(None), labels=number[images.labels], classes=known)
 
 # %% ../nbs/60_studies.ipynb #ca34fb1b
 def find_study(preset:str='mini', # one of `STUDIES`
@@ -145,13 +155,21 @@ def run_name(study:Study, arm:str, seed:int)->str:
     return f'{study.name}-{run_hash(parameters(arm_recipe(study, arm, seed)))}'
 
 # %% ../nbs/60_studies.ipynb #d54ea36b
-def command(study:Study, arm:str, seed:int)->str:
+def command(study:Study, arm:str, seed:int,
+            **changed # fields of `Recipe` that differ from those of the arm
+           )->str:
     "What to type to train one run, from the folder of the project."
     usual = asdict(make_recipe(study.preset, data=own_data(study)))
-    wanted = asdict(arm_recipe(study, arm, seed))
+    wanted = asdict(check_recipe(replace(arm_recipe(study, arm, seed), **changed)))
     differs = {k: v for k, v in wanted.items() if v != usual[k] or k in ('data', 'seed')}
     words = [f'--{k} {shlex.quote(v if isinstance(v, str) else json.dumps(v))}' for k, v in differs.items()]
     return f'python -m multigrain.training --preset {study.preset} --name {study.name} {" ".join(words)}'
+
+def smaller(study:Study, arm:str, part:int)->str:
+    "The command for an arm with a part of the batch: a group of views is not larger than that."
+    r = arm_recipe(study, arm, 0)
+    size = max(r.batch_size//part, r.m + 1)
+    return command(study, arm, 0, batch_size=size, group=min(r.group, size))
 
 # %% ../nbs/60_studies.ipynb #73252c93
 PS = tuple(map(float, range(1, 11)))
@@ -179,19 +197,25 @@ def open_set(study:Study, # scale
     if name == 'test': return Measured(split_set(data, name))
     if name == 'copies' and data.startswith('split:'):
         return Measured(split_set(data, name), split_set(data, 'whiten'))
-    if name == 'val' and _only_val(data): return Measured(imagenet(data, 'val', incomplete=True))
+    if name not in ('val', 'in_aug', 'copies'): return _open_benchmark(name, data)
+    _check_part(name, data)
+    if name == 'val' and not _holds(data, TRAIN_FOLDERS): return Measured(imagenet(data, 'val', incomplete=True))
     learn, val = training_sets(data)
     if name == 'val': return Measured(val)
     if name == 'in_aug': return Measured(in_aug(learn, study.per_class))
-    if name == 'copies':
-        some = np.random.default_rng(0).choice(len(learn), min(2000, len(learn)), replace=False)
-        return Measured(val, learn.take(some, name='some training images'))
-    return _open_benchmark(name, data)
+    some = np.random.default_rng(0).choice(len(learn), min(2000, len(learn)), replace=False)
+    return Measured(val, learn.take(some, name='some training images'))
 
-def _only_val(data:str)->bool:
-    "Is there a validation set without training images, as for the published networks?"
-    def there(names): return any((Path(data)/o).is_dir() for o in names)
-    return not is_drawn(data) and ':' not in data and there(VAL_FOLDERS) and not there(TRAIN_FOLDERS)
+def _holds(data:str, names:tuple)->bool:
+    "Is one of these folders there? What is no plain folder has all parts, and so has a folder of classes."
+    def there(some): return any((Path(data)/o).is_dir() for o in some)
+    classes = not there((*TRAIN_FOLDERS, *VAL_FOLDERS, *_BENCHMARKS, 'distractors', 'whiten'))
+    return is_drawn(data) or ':' in data or classes or there(names)
+
+def _check_part(name:str, data:str)->None:
+    "Refuse a part that a folder does not have: its other folders are no classes."
+    needed = VAL_FOLDERS if name == 'val' else TRAIN_FOLDERS
+    require(_holds(data, needed), f'data={data!r} holds no folder {needed[0]}, so there is no {name}: add it')
 
 def _open_benchmark(name:str, data:str)->Measured:
     "A retrieval benchmark of the paper, and the images to learn a whitening from."
@@ -231,9 +255,14 @@ def as_rows(name:str,   # of the set
     return [Row(f'{name} {o.name}' if name in _CLASSIFIED else name, s, o.protocol['p'],
                 o.protocol['whitening_dims'], o.value) for o in scores]
 
-def measure_set(net, study:Study, name:str, s:int, found:Measured, ps=PS, dims=None)->list: # of `Row`
+def measure_set(net, study:Study, name:str, s:int, found:Measured, ps=PS, dims=None,
+                workers:int=0)->list: # of `Row`
     "The rows of `score_set`."
-    return as_rows(name, s, score_set(net, study, name, s, found, ps, dims))
+    return as_rows(name, s, score_set(net, study, name, s, found, ps, dims, workers))
+
+def own_machine()->tuple: # device, and processes that read images for it
+    "Where networks are measured: on a GPU, which one reading process cannot keep busy, or here."
+    return ('cuda', 4) if torch.cuda.is_available() else ('cpu', 0)
 
 # %% ../nbs/60_studies.ipynb #de26d59e
 def pack_bits(right # true or false for each image
@@ -264,6 +293,12 @@ def _open_once(study:Study, name:str, data:str)->Measured:
     key = study.name, data, name
     if key not in _opened: _opened[key] = open_set(study, name, data)
     return _opened[key]
+
+def _for_network(net, found:Measured, data:str)->Measured:
+    "A set with the classes of the network; only a miniature and a network of others differ."
+    images = found.images
+    other = images.classes and net.n_classes not in (0, len(images.classes))
+    return found._replace(images=with_all_classes(images, data)) if other else found
 
 def _best_p(known:dict, s:int)->list: # of one exponent, or none
     "The exponent that IN-aug chose, if it was measured."
@@ -301,10 +336,10 @@ def network_scores(folder:Path, # where scores are kept
     file, bits = folder/'scores.json', folder/'right.json'
     known = read_json(file) if file.exists() else {}
     missing = [(name, s) for name in sets for s in study.s if f'{name} {s}' not in known]
-    device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    net, workers, kept = opener().eval().to(device) if missing else None, 4 if device == 'cuda' else 0, {}
+    (device, workers), kept = own_machine(), {}
+    net = opener().eval().to(device) if missing else None
     for name, s in sorted(missing, key=lambda o: study.s.index(o[1])): # one resolution after the other
-        found = _open_once(study, name, data)
+        found = _for_network(net, _open_once(study, name, data), data)
         own = net.whitening is not None # published with it
         white = None if own else _embed_once(kept, net, study, s, found, workers)
         scores, shrunk = _score_both(net, study, name, s, found._replace(whiten=white), workers)
@@ -402,6 +437,23 @@ def keep_record(run:Run, # complete and measured
         if (run.folder/o).exists(): write_file(place/o, (run.folder/o).read_bytes())
     return place
 
+def contents_file(images:ImageSet # of a training
+                 )->Path:
+    "Where the content hashes of a set are kept for all runs: beside the index of its files."
+    home = os.environ.get('MULTIGRAIN_CACHE') or Path.home()/'.cache'/'multigrain'
+    key = '\0'.join([images.fingerprint, *images.paths]) # names and sizes: times are compared file by file
+    return Path(home)/f'contents-{hashlib.sha256(os.fsencode(key)).hexdigest()[:16]}.npz'
+
+def share_contents(study:Study, jobs:list)->None: # of `Job`
+    "Note once what the images of some runs hold, instead of reading every byte again for each run."
+    for seed in {o.seed for o in jobs}:
+        sets = training_sets(own_data(study, seed)) # drawn or refused once
+        new = [runs_root()/run_name(study, o.arm, seed) for o in jobs if o.seed == seed]
+        for part, images in zip(('train', 'val'), sets):
+            changed_files(images, file := contents_file(images), True)
+            for o in new if file.exists() else []: # a run that was begun has its own notes
+                if not (o/'run.json').exists(): write_file(o/f'{part}.npz', file.read_bytes())
+
 def train_one(study:dict, # fields of a `Study`: plain values travel between processes
               arm:str, seed:int, sets)->None:
     "Train and measure one run, in a process of its own."
@@ -476,7 +528,7 @@ def train_all(study:Study, # scale
              )->list:      # of `Failed`
     "Train and measure, several runs at once; a run that fails does not end the others."
     total = sum(arm_recipe(study, o.arm, o.seed).epochs + 1 for o in jobs) # measuring counts as an epoch
-    for seed in {o.seed for o in jobs}: training_sets(own_data(study, seed)) # drawn or refused once
+    share_contents(study, jobs)
     failed, left, starts = [], list(jobs), Counter()
     with progress(desc=f'{study.name}: {len(jobs)} runs', total=total, unit='epoch', delay=0) as bar:
         while left: # a killed process takes its pool with it: a new one goes on
@@ -566,7 +618,7 @@ ASKS = {
     'table_3': Ask(['uniform p=1', 'uniform p=3', 'RA p=3', 'MultiGrain p=3', 'AA p=3'], ['in_aug', 'retrieval']),
     'table_d1': Ask(['uniform p=1', 'uniform p=3', 'RA p=3', 'MultiGrain p=3', 'AA p=3'], ['in_aug', 'retrieval']),
     'table_e1': Ask(['uniform p=1'], ['val']), 'figure_4': Ask(['RA p=3'], _EVERYTHING),
-    'figure_5': Ask(['lam=0.1', 'MultiGrain p=3', 'lam=0.9'], ['val']),
+    'figure_5': Ask(['lam=0.1', 'MultiGrain p=3', 'lam=0.9', 'RA p=3'], ['val', 'in_aug']),
     'figure_a1': Ask(['uniform p=1', 'RA p=1'], ['val']),
     'ablations': Ask(['MultiGrain p=3', 'uniform p=3', 'RA m=2', 'RA m=3', 'RA m=5', 'published sampling', 'learned p'],
                      _EVERYTHING)}

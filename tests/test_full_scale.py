@@ -1,5 +1,5 @@
 "The folders of the whole paper, as a lab has them: what is read, what is refused before anything starts, what goes on."
-import dataclasses, json, os, struct
+import ast, dataclasses, json, os, shlex, struct
 from pathlib import Path
 
 import numpy as np, pytest
@@ -8,6 +8,8 @@ from multigrain import page
 from multigrain.catalog import open_benchmark
 from multigrain.datasets import training_sets
 from multigrain.studies import STUDIES, find_study, notebooks, set_title, wanted_jobs
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # -- the devkit, as MATLAB writes it -------------------------------------------------------------
 
@@ -31,17 +33,29 @@ def picture(file, colour):
     return file
 
 def link(source, *files):
-    for o in files:
+    "Links to a picture; of several, each file is the next one."
+    some = source if isinstance(source, list) else [source]
+    for i, o in enumerate(files):
         o.parent.mkdir(parents=True, exist_ok=True)
-        os.link(source, o)
+        os.link(some[i % len(some)], o)
+
+def pictures(folder, n, seed=0):
+    "Different pictures: coarse noise, which survives a small resolution."
+    rng = np.random.default_rng(seed)
+    folder.mkdir()
+    for i in range(n):
+        noise = Image.fromarray(rng.integers(0, 256, (6, 8, 3), np.uint8))
+        noise.resize((40, 30)).save(folder/f'{i:03}.jpg')
+    return sorted(folder.iterdir())
 
 def imagenet(root, n, flat=True, train='train', val='val'):
     "ImageNet with n classes, two training images and one validation image of each."
     source, wnids = picture(root/'source.jpg', (9, 99, 200)), [f'n{i:08}' for i in range(n)]
-    for o in wnids: link(source, *(root/train/o/f'{o}_{i}.JPEG' for i in range(2)))
+    some = [source, *pictures(root/'shown', 16, 2)]
+    link(some, *(root/train/o/f'{o}_{i}.JPEG' for o in wnids for i in range(2)))
     numbers = np.random.default_rng(0).permutation(n) # the devkit has another order than the names
     names = [f'ILSVRC2012_val_{i + 1:08}.JPEG' for i in range(n)]
-    link(source, *(root/val/('' if flat else wnids[k])/o for o, k in zip(names, numbers)))
+    link(some, *(root/val/('' if flat else wnids[k])/o for o, k in zip(names, numbers)))
     kit = root/'ILSVRC2012_devkit_t12/data'
     kit.mkdir(parents=True)
     order = wnids[::-1] # number i + 1 in the devkit
@@ -95,7 +109,7 @@ def whole(tmp_path_factory):
     "The whole paper's folders with all their files, tiny; distractors and whitening are a part."
     root = tmp_path_factory.mktemp('datasets')
     imagenet(root, 1000)
-    a, b = root/'source.jpg', picture(root/'other.jpg', (200, 9, 9))
+    a, b = [root/'source.jpg', *pictures(root/'pictures', 61)], pictures(root/'others', 200, 1)
     groups = [(g, k) for k in range(3) for g in range(1000, 1500)][:1491]
     link(a, *(root/f'holidays/jpg/{g}{k:02}.jpg' for g, k in groups))
     (root/'holidays/rotations.json').write_text(json.dumps({'100000.jpg': 90, '149901.jpg': 270}))
@@ -167,3 +181,182 @@ def test_whitening_images_are_embedded_once_a_resolution(tmp_path, monkeypatch):
     alone = studies.measure_set(net, study, 'copydays', 48, studies.open_set(study, 'copydays'))
     assert [o for o in rows if (o.set, o.s) == ('copydays', 48)] == alone
     assert json.loads((tmp_path/'scores.json').read_text())['notes']['holidays']
+
+# -- a miniature, and folders of others ----------------------------------------------------------
+
+@pytest.fixture
+def drawn(tmp_path):
+    "Links to the folders of a drawn world, by name; one picture more for each class of a network."
+    from multigrain.datasets import world_folder
+    def make(*names, classes=0):
+        root = tmp_path/'+'.join(names)
+        root.mkdir()
+        for o in names: (root/o).symlink_to(world_folder('smoke')/o)
+        for i in range(classes):
+            (root/f'val/{i}').mkdir(parents=True)
+            Image.new('RGB', (90, 70), (20*i, 200 - 20*i, 90)).save(root/f'val/{i}/a.png')
+        return root
+    return make
+
+def test_networks_of_others_know_more_classes_than_a_miniature(tmp_path, drawn, monkeypatch):
+    "ResNet-50 of the model zoo has a thousand classes, the miniature a few: the labels are those of the whole set."
+    from multigrain import rehearse, studies
+    from multigrain.model import MultiGrain
+    from multigrain.resolution import finetune_p
+    study = dataclasses.replace(STUDIES['paper'], data=str(drawn('train', 'val')), s=(32, 48), sets=(), common=dict(
+        trunk='mini', resolution=32, batch_size=32, group=8))
+    rehearse.miniature(study, tmp_path/'small')
+    file = tmp_path/'small/rehearsal.json'
+    record, few = json.loads(file.read_text()), training_sets(str(tmp_path/'small'))[1]
+    assert record['classes'] == few.classes == training_sets(study.data)[0].classes
+    every = sorted([*few.classes, *(f'n{i:08}' for i in range(1000 - len(few.classes)))])
+    file.write_text(json.dumps(record | dict(classes=every)))
+
+    class Opened: model = MultiGrain('mini', 1., 1000)
+    monkeypatch.setattr(studies, 'open_model', lambda name: Opened)
+    small = find_study('paper', str(tmp_path/'small'))
+    (scored,) = studies.shelf_scores(small, ['val'], root=tmp_path/'scores')
+    assert {(o.set, o.s) for o in scored.rows} == {(f'val top-{k}', s) for k in (1, 5) for s in (32, 48)}
+    learn, val = (studies.with_all_classes(o, small.data) for o in training_sets(small.data))
+    assert [val.classes[i] for i in val.labels] == [few.classes[i] for i in few.labels] and len(val.classes) == 1000
+    assert finetune_p(Opened.model, learn, 32, per_class=1, progress=False).p > 0 # table E.1
+    def ours(): return MultiGrain('mini', 3., len(few.classes))
+    own = studies.network_scores(tmp_path/'own', ours, small, ['val'], small.data)
+    assert len(own) == 2*10 # our own networks know those of the miniature: fewer than five classes have no top-5
+
+def checkpoint(file, kind, fixtures=ROOT.parent/'shared/fixtures'):
+    "A file as the authors publish them, ResNet-18 with ten classes: that of the project, or made here."
+    import gzip, torch
+    from multigrain.model import MultiGrain
+    file.parent.mkdir()
+    if (packed := fixtures/f'resnet18_{kind}.pth.gz').is_file():
+        return file.write_bytes(gzip.decompress(packed.read_bytes()))
+    net = MultiGrain('resnet18', 3., 10)
+    parts = {k: v for k, v in net.state_dict().items() if k.startswith(('trunk', 'classifier'))}
+    state = {k.replace('trunk.', 'features.', 1): v for k, v in parts.items()}
+    torch.save(dict(model_state=state | {'pool.p': torch.tensor([net.p])}), file)
+
+@pytest.mark.slow
+@pytest.mark.parametrize('classes,kind', [(0, 'plain'), (10, 'whitened')])
+def test_published_networks_without_training_images(tmp_path, drawn, monkeypatch, capsys, classes, kind):
+    "Benchmarks alone, or validation images too: what is not there is left out, and no other folder takes its place."
+    from multigrain import published, studies
+    monkeypatch.setenv('MULTIGRAIN_RUNS', str(tmp_path/'runs'))
+    data = drawn('world.json', 'holidays', 'whiten', classes=classes)
+    study = dataclasses.replace(STUDIES['paper'], data=str(data))
+    assert published.sets_there(study) == ['val']*bool(classes) + ['holidays']
+    with pytest.raises(ValueError, match='no folder train, so there is no in_aug'): studies.open_set(study, 'in_aug')
+    checkpoint(tmp_path/'files/joint_3B_0.5.pth', kind)
+    page = published.score_folder(str(tmp_path/'files'), str(data), 'resnet18', (64, 96), tmp_path/'a.html')
+    said = capsys.readouterr().out
+    assert "the paper's own choice" in said and page.exists() and said.count('| joint_') == 2
+    assert ('val top-1' in said) == bool(classes) and 'holidays' in said and 'ukbench |' not in said
+
+def test_a_folder_of_classes_has_both_parts(tmp_path):
+    from multigrain import studies
+    for c in 'ab':
+        (tmp_path/c).mkdir()
+        for i in range(5): Image.new('RGB', (40, 30), (i, 99, 9)).save(tmp_path/c/f'{i}.png')
+    study = dataclasses.replace(STUDIES['mini'], data=str(tmp_path), per_class=2)
+    assert len(studies.open_set(study, 'val').images) == 2 and len(studies.open_set(study, 'in_aug').images)
+
+# -- what is read and computed once --------------------------------------------------------------
+
+def test_the_images_of_all_runs_are_hashed_once(tmp_path, monkeypatch):
+    "14 runs do not read ImageNet 14 times; where the time of a file changes, it alone is read again."
+    from multigrain import sets, studies
+    from multigrain.launch import Place, check_contents, open_training, read_sets
+    monkeypatch.setenv('MULTIGRAIN_RUNS', str(tmp_path/'runs'))
+    monkeypatch.setenv('MULTIGRAIN_CACHE', str(tmp_path/'cache'))
+    (tmp_path/'data').mkdir()
+    imagenet(tmp_path/'data', 3, flat=False)
+    for i, o in enumerate(sorted((tmp_path/'data/train').rglob('*.JPEG'))): # no links: each has its own time
+        o.unlink()
+        picture(o, (i, 9, 9))
+    seen, real = [], sets.content_hash
+    def counted(path):
+        seen.append(path)
+        return real(path)
+    monkeypatch.setattr(sets, 'content_hash', counted)
+    study = dataclasses.replace(STUDIES['smoke'], data=str(tmp_path/'data'))
+    jobs = [studies.Job(o, 0, ('val',)) for o in ('uniform p=1', 'RA p=1')]
+    def begin():
+        studies.share_contents(study, jobs)
+        for o in jobs:
+            recipe, place = studies.arm_recipe(study, o.arm, 0), Place(name=study.name)
+            found = read_sets(recipe, place)
+            check_contents(open_training(recipe, place, found), found)
+    begin()
+    assert len(seen) == 6 + 3 # train and val, once for both runs
+    jobs = [studies.Job('AA p=1', 0, ('val',))]
+    begin()
+    assert len(seen) == 9 # a later run knows them, too
+    os.utime(tmp_path/'data/train/n00000001/n00000001_0.JPEG', (1, 1))
+    jobs = [studies.Job('AA p=3', 0, ('val',))]
+    begin()
+    assert len(seen) == 10
+
+def test_the_plan_says_what_is_read(whole):
+    study = dataclasses.replace(STUDIES['paper'], data=str(whole))
+    (said,) = page.to_read(study, [1]*14)
+    assert said.startswith('images: 0.0 GB of train and val are read once') and 'all 14 runs together' in said
+    assert page.to_read(study, []) == page.to_read(find_study('smoke'), [1]) == []
+
+def test_a_shortfall_is_missing(whole):
+    study = dataclasses.replace(STUDIES['paper'], data=str(whole))
+    assert [o.split(' images')[0] for o in page.shortfall(study)] == [
+        'distractors: 100 of the 10,000', 'whiten: 200 of the 20,000']
+    assert page.shortfall(find_study('smoke')) == []
+
+# -- notebooks -----------------------------------------------------------------------------------
+
+def function(notebook, name):
+    "Source of a function of a notebook."
+    cells = json.loads((ROOT/'nbs/paper'/f'{notebook}.ipynb').read_text())['cells']
+    (cell,) = [s for o in cells if f'def {name}(' in (s := ''.join(o['source']))]
+    (found,) = [o for o in ast.parse(cell).body if getattr(o, 'name', '') == name]
+    return ast.get_source_segment(cell, found)
+
+@pytest.mark.parametrize('notebook,name', [('table_p_star', 'finetuned'), ('ablations', 'dimensions')])
+def test_networks_go_to_the_device(tmp_path, notebook, name):
+    "And four processes read for a GPU."
+    seen = {}
+    class Net:
+        dim = 64
+        def to(self, device):
+            seen['device'] = device
+            return self
+    def measured(net, *args, workers=0, **how):
+        seen.update(workers=workers)
+        return type('Found', (), dict(p=3., __iter__=lambda self: iter(())))()
+    class St: name, data = 'mini', 'smoke'
+    class One: folder = tmp_path
+    (tmp_path/'model').mkdir()
+    def cached(folder, kind, key, f): return f()
+    world = dict(own_machine=lambda: ('cuda', 4), load=lambda file: Net(), training_sets=lambda data: [None], st=St,
+                 finetune_p=measured, measure_set=measured, cached=cached, opened={'a': None}, Row=tuple, s0=32)
+    exec(function(notebook, name), world)
+    world[name](One, 'a')
+    assert seen == dict(device='cuda', workers=4)
+
+def test_smaller_batches_are_accepted_as_they_are_printed(tmp_path):
+    "Three sizes of two arms, each with groups that fit."
+    from multigrain.recipe import make_recipe
+    from multigrain.studies import smaller
+    for study in (find_study('paper', str(tmp_path)), find_study('mini'), find_study('tiny')):
+        for part in (8, 4, 2):
+            for arm in ('uniform p=1', 'RA p=1'):
+                words = dict(zip(*[iter(shlex.split(smaller(study, arm, part))[3:])]*2))
+                given = {k[2:]: json.loads(v) if v[0] in '[0123456789.tf' and k != '--data' else v
+                         for k, v in words.items() if k != '--name'}
+                found = make_recipe(**given)
+                assert found.batch_size == make_recipe(study.preset, **study.common | dict(data='x')).batch_size//part
+                assert found.group <= found.batch_size
+
+@pytest.mark.parametrize('name,words', [('figure_5', '(judged: between 50 and 60 %)'),
+                                        ('forward_time', '(judged: between 4.5 and 5.5 times)')])
+def test_committed_verdicts_are_in_the_words_of_the_code(name, words):
+    "A result that was measured earlier is judged as the notebook judges now."
+    claim = json.loads((ROOT/f'data/paper/mini/{name}.json').read_text())['claims'][0]
+    assert words in claim['claim'] and words in (ROOT/f'nbs/paper/{name}.ipynb').read_text()
+    assert claim['verdict'] == dict(figure_5='outside', forward_time='inconclusive')[name]
