@@ -138,7 +138,8 @@ def _at(p:float,      # exponent
         own_dims:int, # of the model's own whitening, 0: none
         dims:list,    # of whitenings to fit
         shrinkage,    # of these
-        stated:dict   # more for the protocol
+        stated:dict,  # more for the protocol
+        fits:dict     # whitenings that are fitted already; new ones go in
        )->list:       # of `Score`
     "The scores of one exponent: as it is, then whitened to each of `dims`."
     images, protocol = found['images'].images, found['images'][p].protocol | stated
@@ -152,9 +153,11 @@ def _at(p:float,      # exponent
     for d in dims:
         with warnings.catch_warnings():
             if shrinkage is not None: warnings.simplefilter('ignore', UserWarning) # a study knows what it gives
-            w = Whitening.fit(x['whiten'], d, shrinkage)
+            if (key := (p, d, shrinkage)) not in fits: fits[key] = Whitening.fit(x['whiten'], d, shrinkage)
+        w = fits[key]
         text = f'{d} dimensions from {w.n} images of {found["whiten"].images.name}'
-        scores += scored({part: w.transform(o) for part, o in x.items()}, d, whitening=text)
+        searched = {part: w.transform(o) for part, o in x.items() if part != 'whiten'}
+        scores += scored(searched, d, whitening=text)
     return scores
 
 # %% ../nbs/43_benchmark.ipynb #8ff2b76b
@@ -197,7 +200,8 @@ def score_benchmark(model:MultiGrain,  # network
                     bad:str='raise',   # an image that cannot be read: 'raise' or 'skip'
                     workers:int=0,     # processes that read images
                     precision:str='float32', # of the trunk
-                    progress:bool=True # a bar?
+                    progress:bool=True, # a bar?
+                    fits=None          # dictionary: whitenings of the same embeddings, for the next benchmark
                    )->list[Score]:     # for each p*: plain, then whitened to each of dims
     "Embed a benchmark once, and score it at every exponent, as it is and whitened."
     check_benchmark(model, name, images)
@@ -208,7 +212,7 @@ def score_benchmark(model:MultiGrain,  # network
     one = partial(embed, model, s=s, ps=ps, logits=name in _CLASSIFY, seed=seed, bad=bad,
                   workers=workers, precision=precision, progress=progress)
     found = _embed_parts(one, parts, square, folder) | (dict(whiten=whiten) if dims and ready else {})
-    more = 0 if model.whitening is None else model.dim, dims, shrinkage, stated or {}
+    more = 0 if model.whitening is None else model.dim, dims, shrinkage, stated or {}, {} if fits is None else fits
     return [o for p in found['images'].ps for o in _at(p, name, found, *more)]
 
 # %% ../nbs/43_benchmark.ipynb #cc76dfa0

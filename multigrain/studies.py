@@ -236,7 +236,8 @@ def score_set(net,            # in evaluation mode
               dims=None,      # of the whitening, several; None: all dimensions
               workers:int=0,  # processes that read images
               shrinkage='paper', # of the whitening: the paper has none; None: chosen from the data
-              folder=None     # where embeddings are kept; None: memory
+              folder=None,    # where embeddings are kept; None: memory
+              fits=None       # see `score_benchmark`
              )->list:         # of `Score`
     "Score a network on one set at one resolution, for some exponents from one pass."
     few = found.whiten is not None and len(found.whiten) <= 2*net.dim # too few to go without
@@ -244,7 +245,7 @@ def score_set(net,            # in evaluation mode
     protocol = 'val' if name in _CLASSIFIED else name
     return score_benchmark(net, protocol, found.images, s, s == study.s[0], ps, whiten=found.whiten,
                            dims=dims, shrinkage=shrinkage, folder=folder, workers=workers,
-                           progress=False)
+                           progress=False, fits=fits)
 
 # %% ../nbs/60_studies.ipynb #a5a75763
 def as_rows(name:str,   # of the set
@@ -307,20 +308,21 @@ def _best_p(known:dict, s:int)->list: # of one exponent, or none
 
 # %% ../nbs/60_studies.ipynb #8481b76d
 def _embed_once(kept:dict, net, study:Study, s:int, found:Measured, workers:int):
-    "The embeddings of the images to learn a whitening from; the last ones are kept, for the next benchmark."
-    if found.whiten is None: return None
+    "Embeddings of the images to learn a whitening from, and its fits; the last are kept for the next benchmark."
+    if found.whiten is None: return None, {}
     key = found.whiten.fingerprint, s
     if key not in kept:
         kept.clear() # they are large
-        kept[key] = embed(net, found.whiten, s, s == study.s[0], PS, workers=workers, progress=False)
+        kept[key] = embed(net, found.whiten, s, s == study.s[0], PS, workers=workers, progress=False), {}
     return kept[key]
 
 # %% ../nbs/60_studies.ipynb #b78f0971
-def _score_both(net, study:Study, name:str, s:int, found:Measured, workers:int)->tuple: # list of `Score`, of `Row`
+def _score_both(net, study:Study, name:str, s:int, found:Measured, workers:int,
+                fits:dict)->tuple: # list of `Score`, of `Row`
     "Scores in the paper's way, and rows of the whitening whose shrinkage is chosen."
     if found.whiten is None: return score_set(net, study, name, s, found, workers=workers), []
     with tempfile.TemporaryDirectory() as folder:
-        how = dict(workers=workers, folder=Path(folder))
+        how = dict(workers=workers, folder=Path(folder), fits=fits)
         scores = score_set(net, study, name, s, found, **how)
         chosen = score_set(net, study, name, s, found, shrinkage=None, **how)
     return scores, [o for o in as_rows(f'{name} shrunk', s, chosen) if o.dims]
@@ -341,8 +343,8 @@ def network_scores(folder:Path, # where scores are kept
     for name, s in sorted(missing, key=lambda o: study.s.index(o[1])): # one resolution after the other
         found = _for_network(net, _open_once(study, name, data), data)
         own = net.whitening is not None # published with it
-        white = None if own else _embed_once(kept, net, study, s, found, workers)
-        scores, shrunk = _score_both(net, study, name, s, found._replace(whiten=white), workers)
+        white, fits = (None, {}) if own else _embed_once(kept, net, study, s, found, workers)
+        scores, shrunk = _score_both(net, study, name, s, found._replace(whiten=white), workers, fits)
         known['notes'] = known.get('notes', {}) | {name: found.images.note}
         if name == 'test':
             right = right_bits(s, scores, {1., 3., *_best_p(known, s)})

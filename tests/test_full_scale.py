@@ -169,15 +169,17 @@ def test_arms_that_are_no_rows_can_be_left_out(tmp_path):
 
 def test_whitening_images_are_embedded_once_a_resolution(tmp_path, monkeypatch):
     "Once for all benchmarks, and with the same scores as if each had done it."
-    from multigrain import studies
+    from multigrain import benchmark, studies
     from multigrain.model import MultiGrain
     study, net, seen, real = find_study('smoke'), MultiGrain('mini', 3., 4, seed=1).eval(), [], studies.embed
     def spy(model, images, s, *args, **more):
         seen.append(s)
         return real(model, images, s, *args, **more)
     monkeypatch.setattr(studies, 'embed', spy)
+    fits, fit = [], benchmark.Whitening.fit
+    monkeypatch.setattr(benchmark.Whitening, 'fit', lambda *args: fits.append(args[1:]) or fit(*args))
     rows = studies.network_scores(tmp_path, lambda: net, study, ['holidays', 'copydays'], 'smoke')
-    assert seen == [32, 48]
+    assert seen == [32, 48] and len(fits) == 2*10*2 # s, p and shrinkage, for both benchmarks together
     alone = studies.measure_set(net, study, 'copydays', 48, studies.open_set(study, 'copydays'))
     assert [o for o in rows if (o.set, o.s) == ('copydays', 48)] == alone
     assert json.loads((tmp_path/'scores.json').read_text())['notes']['holidays']
