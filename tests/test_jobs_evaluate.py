@@ -211,7 +211,7 @@ def parameters_of(name):
 
 # what a job decides itself, or opens by name; its own word for an option where it has one
 WITHOUT = {'recommend': {'progress', 'square', 'ps', 'whiten'}, # None: several, as their defaults are
-           'evaluate': {'name', 'data', 'images', 'ps', 'whiten', 'stated', 'folder', 'progress',
+           'evaluate': {'name', 'data', 'images', 'ps', 'whiten', 'stated', 'folder', 'progress', 'fits',
                         'per_class', 'classes'},
            'whiten': {'name', 'root', 'progress'}, 'finetune_p': {'name', 'root', 'images', 'progress'}}
 WORDS = {'dim': 'dims'}
