@@ -28,7 +28,7 @@ $(READY): settings.ini setup.py pyproject.toml constraints.txt
 	$(PIP) -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(READY)  ## the whole story on one page, in about ten minutes: out/demo.html
+demo: $(READY)  ## the whole story on one page, in about five minutes: out/demo.html
 	@mkdir -p $(OUT)
 	papermill nbs/demo.ipynb $(OUT)/demo.ipynb -p lam 0.5 --no-progress-bar
 	@echo "Open $(OUT)/demo.html: the page; $(OUT)/demo.ipynb: the notebook behind it; runs/: the run"
